@@ -1,8 +1,8 @@
-"""The whole training step as one compiled function.
+"""Compile a whole training step into one function.
 
-Forward pass, backward pass, overflow check, update and the next loss scale are one
-compiled function that never waits for the device. List ``scaler.state`` with the state
-of the model and the optimizer, and read values only occasionally.
+The forward pass, backward pass, overflow check, weight update and scale update are one
+compiled function that never waits for the device. Pass ``scaler.state`` to
+``mx.compile`` along with the state of the model and the optimizer.
 
     python examples/compiled_step.py
 """
@@ -54,7 +54,7 @@ def step(x, y):
 for i in range(1, 401):
     loss = step(*spirals(128))
     mx.async_eval(state, loss)
-    if i % 100 == 0:  # not every step, because reading waits for the device
+    if i % 100 == 0:  # reading values waits for the device
         skipped = scaler.skipped_steps.item()
         print(
             f"step {i}: loss {loss.item():.3f}, scale {scaler.get_scale():.0f}, "

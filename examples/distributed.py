@@ -1,12 +1,12 @@
-"""Train in float16 on several machines, or in several processes on one.
+"""Train in float16 on several machines, or in several processes on one machine.
 
-Start it with MLX's launcher:
+Start this script with MLX's launcher:
 
     mlx.launch -n 2 -- python examples/distributed.py
 
 On two machines, use ``--hosts 10.0.0.1,10.0.0.2`` instead of ``-n 2``. With
-``--checkpoint run`` it saves to this folder every 20 steps and resumes from there, on
-any number of ranks.
+``--checkpoint run``, the script saves to the folder ``run`` every 20 steps and resumes
+from the last save, on any number of ranks.
 
 Every rank trains on its own shard of the data. The optimizer averages the gradients
 over all ranks. If the gradients of one rank overflow, all ranks skip the step, without
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def my_batch(step: int, group: mx.distributed.Group) -> tuple[mx.array, mx.array]:
-    """Return this rank's shard of 64 samples. At step 30, rank 0's overflows."""
+    """Return this rank's shard of 64 samples. Rank 0's shard overflows at step 30."""
     x = mx.random.normal((64, 16), key=mx.random.key(step))
     y = mx.sin(x[:, :1] * 2) + x[:, 1:2] * x[:, 2:3]
     if step == 30:
@@ -90,7 +90,7 @@ def my_batch(step: int, group: mx.distributed.Group) -> tuple[mx.array, mx.array
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", type=Path, help="a folder")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Loss scaling in a trainer that creates its own optimizer and loss.
+"""Add loss scaling to a trainer that creates its own optimizer and loss.
 
-The trainer is not changed. If it is a script, ``mlx_gradscale run TRAINER.py`` does the
-same from the command line.
+The trainer does not change. For a trainer that is a script, run
+``mlx_gradscale run TRAINER.py`` instead.
 
     python examples/everywhere.py
 """

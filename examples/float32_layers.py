@@ -1,9 +1,9 @@
-"""Fix five models that overflow float16, and draw the figures for docs/.
+"""Fix five models that overflow in float16, and draw the figures for docs/.
 
-Trains each model from overflowing.py in float32, in float16, and in float16 with the
-float32 layers that ``find_float32_layers`` returns. The table shows these layers, how
-much of the model stays in float16, and their cost: the number of additional casts in
-one forward and backward pass.
+The script trains each model from overflowing.py in float32, in float16, and in float16
+with the float32 layers that ``find_float32_layers`` returns. The table shows these
+layers, how much of the model stays in float16, and how many casts and kernels the
+layers add to one forward and backward pass.
 
     python examples/float32_layers.py
 
@@ -56,13 +56,13 @@ def kernels(model, loss_fn):
     graph = io.StringIO()
     mx.export_to_dot(graph, [x for _, x in tree_flatten(outputs)])
     text = graph.getvalue()
-    # A custom function adds two nodes that only pass arrays through.
+    # A custom function adds two nodes that pass arrays through without a kernel.
     passes = text.count('"CustomTransforms"') + text.count('"StopGradient"')
     return text.count("shape=rectangle") - passes, text.count('"AsType"')
 
 
 def compare(name, steps):
-    """Train a model in three modes; return the losses, the search and its cost."""
+    """Train a model in three modes; return losses, float32 layers and added kernels."""
 
     def make(dtype):
         model, loss_fn = overflowing.MODELS[name]()
@@ -110,6 +110,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--models", nargs="+", default=list(overflowing.MODELS))
     folder = Path(__file__).parents[1] / "docs" / "pictures"
-    parser.add_argument("--output", type=Path, default=folder, help="a folder")
+    parser.add_argument("--output", type=Path, default=folder, help="figure folder")
     options = parser.parse_args()
     main(options.steps, options.output, options.models)

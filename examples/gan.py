@@ -1,12 +1,12 @@
-"""A GAN: two models and two optimizers with one scaler.
+"""Train a GAN: two models and two optimizers with one scaler.
 
-Each optimizer has its own ``step``, which is skipped if its own gradients overflow.
-Call ``update`` once, after both; it reduces the scale if either was skipped. If the
-gradients differ by orders of magnitude, use one scaler per optimizer.
+``scaler.step`` skips the step of an optimizer if the gradients for it overflow. Call
+``scaler.update`` once, after both steps; it reduces the scale if either was skipped. If
+the gradients differ by orders of magnitude, use one scaler per optimizer.
 
-``compute_dtype`` casts the differentiated model and the arguments. Another model in the
-same loss would stay in float32, and so would everything after it. That is why both are
-submodules of one model here, and each optimizer gets the gradients of its submodule.
+``compute_dtype`` casts only the differentiated model and the arguments. A second model
+in the loss would compute in float32, so both models are submodules of one model here.
+Each optimizer gets the gradients of its submodule.
 
     python examples/gan.py
 """
@@ -64,7 +64,7 @@ def generator_loss(z):
     return judge(gan.generator(z), True)
 
 
-# Both compute in float16 and share one scale.
+# Both losses compute in float16 and share one scale.
 critic_grad = scaler.value_and_grad(gan, critic_loss, mx.float16)
 generator_grad = scaler.value_and_grad(gan, generator_loss, mx.float16)
 optimizers = [g_optimizer.state, c_optimizer.state]

@@ -1,8 +1,8 @@
-"""Fine-tune LoRA or all weights in float16 with mlx-lm's own trainer.
+"""Fine-tune LoRA adapters or all weights in float16 with mlx-lm's own trainer.
 
-The trainer is not changed. The optimizer is wrapped, and the loss goes through
-``optimizer.scale_loss``. The model is a small Llama built from a config, so nothing is
-downloaded; for a real one use ``model, tokenizer = mlx_lm.load(...)``.
+The trainer does not change. Wrap the optimizer in ``LossScaleOptimizer`` and the loss
+in ``optimizer.scale_loss``. The model is a small Llama built from a config, so nothing
+is downloaded. For a real model, use ``model, tokenizer = mlx_lm.load(...)``.
 
     python examples/lora_trainer.py          # LoRA
     python examples/lora_trainer.py --full   # all weights
@@ -45,7 +45,7 @@ def make_model(full: bool) -> llama.Model:
 
 
 def make_data(length: int = 32) -> tuple[list, list]:
-    """Return (tokens, offset of the first token to learn) pairs for the trainer."""
+    """Return training and validation rows: tokens, and the first position to learn."""
     tokens = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
     rows = [(list(tokens[i : i + length]), 0) for i in range(0, 64 * length, length)]
     return rows[8:], rows[:8]

@@ -1,9 +1,9 @@
 """Draw the figures in the README and the guides, using the task of quickstart.py.
 
-Use it as a starting point for your own plots: gradient_histogram shows the range of the
-gradients in one step, and a ScaleHistory records a run without slowing it down. The
-loss scale in the history starts far too high and doubles every 10 steps instead of
-every 2000, so that a short run shows how it changes.
+Use this script as a starting point for your own plots: gradient_histogram shows the
+range of the gradients in one step, and ScaleHistory records a run without slowing it
+down. In the history, the loss scale starts far too high and doubles every 10 steps
+instead of every 2000, so that a short run shows how the scale changes.
 
     python examples/make_pictures.py
 """
@@ -47,7 +47,7 @@ def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=FOLDER, help="a folder")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="figure folder")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
 

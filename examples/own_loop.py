@@ -1,7 +1,7 @@
-"""Gradient accumulation, clipping and several losses, with every call spelled out.
+"""Accumulate and clip the gradients of several losses, with every call spelled out.
 
 The gradients are unscaled and in float32. Accumulate and clip them as you would without
-a scaler, and call ``update`` once at the end of the step.
+a scaler, and call ``scaler.update`` once at the end of the step.
 
     python examples/own_loop.py
 """

@@ -2,8 +2,8 @@
 
 The parameters are the pixels of a picture. Training makes the blurred version of this
 picture match a blurred photograph, so the picture itself becomes sharp. The loss is a
-mean over 110,592 values, so the gradient of each pixel is small, and it shrinks as the
-picture improves.
+mean over 110,592 values, so the gradient of each pixel is small, and shrinks further as
+the picture improves.
 
 The same optimizer minimizes the same loss in float32, in float16, in float16 with
 float32 master weights, and in float16 with master weights and loss scaling. The script
@@ -41,9 +41,9 @@ class BlurredPicture(nn.Module):
 
 
 def photograph() -> mx.array:
-    """Load a photograph as (color, row, column).
+    """Load a photograph with axes (color, row, column).
 
-    It shows Grace Hopper, is in the public domain, and ships with matplotlib.
+    The photograph of Grace Hopper is in the public domain and ships with matplotlib.
     """
     with get_sample_data("grace_hopper.jpg") as file:
         square = Image.open(file).crop((0, 0, 512, 512)).resize((SIZE, SIZE))
@@ -76,7 +76,7 @@ def train(
     def loss_fn(blur: mx.array) -> mx.array:
         return nn.losses.mse_loss(model(blur).astype(mx.float32), blurred)
 
-    # The only line that differs with a wrapped optimizer.
+    # With a wrapped optimizer, only this line differs.
     if isinstance(optimizer, (LossScaleOptimizer, GuardedOptimizer)):
         loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     else:

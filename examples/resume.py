@@ -1,9 +1,9 @@
 """Kill a float16 run and resume it, with bit-identical losses.
 
-One call saves the weights, the optimizer with its master weights, the scaler, the
-random state and the position of the loop, and another restores all of it. This script
-trains once without interruption, and once in a process that is killed in the middle of
-a step and restarted.
+``save_checkpoint`` saves the weights, the optimizer with its master weights, the
+scaler, the random state and the step number; ``restore_checkpoint`` restores them. This
+script trains once without interruption, and once in a process that is killed in the
+middle of a step and restarted.
 
     python examples/resume.py
 """
@@ -73,7 +73,7 @@ def train(folder: Path, killed_at: int | None = None) -> None:
 
 
 def losses(folder: Path) -> dict[str, str]:
-    """Return the loss of each step, or the last one if a step ran twice."""
+    """Return the loss of each step; if a step ran twice, return its last loss."""
     lines = Path(f"{folder}.losses").read_text().splitlines()
     return dict(line.split() for line in lines)
 

@@ -1,8 +1,8 @@
 """Start a run in PyTorch, resume it in MLX, and return to PyTorch.
 
 PyTorch trains a small net with AdamW and a GradScaler and saves a checkpoint. MLX
-resumes from it while PyTorch continues too, and the losses and scales agree. Then the
-run returns to PyTorch. Only this script needs PyTorch; the conversion does not.
+resumes from this checkpoint while PyTorch continues too, and the losses and scales
+agree. Then the run returns to PyTorch. The conversion itself does not need PyTorch.
 
     python examples/torch_resume.py
 """
@@ -81,7 +81,7 @@ def run(folder):
         print(f"step {step}: loss {loss.item():.6f} (PyTorch {theirs:.6f}), ", end="")
         print(f"scale {scale:.0f} (PyTorch {scaler.get_scale():.0f})")
 
-    # MLX does not use the epoch, but the template carries it along.
+    # MLX does not use the epoch, but the template preserves it.
     resumed.template["epoch"] = 20
     parts_in_mlx = (model, resumed.optimizer, resumed.scaler)
     save_torch(folder / "back.pt", *parts_in_mlx, like=resumed.template)

@@ -45,7 +45,7 @@ def test_compile_step_restores_everything_if_tracing_raises(error):
     assert bits(state) != before
 
 
-def test_loop_that_skips_every_step_is_warned_without_reading_anything():
+def test_compile_step_warns_without_a_host_sync_if_every_step_is_skipped():
     def run(step):
         for i in range(100):
             step(*batch(i, 8, mx.float16))

@@ -92,7 +92,7 @@ def test_ema_resumes_from_a_checkpoint_without_a_retrace(tmp_path):
     assert ends[0] == ends[1]
 
 
-def test_ema_is_swapped_in_and_out_even_after_an_error():
+def test_ema_swap_is_undone_even_after_an_error():
     run = Averaged()
     list(run.train(0, 3))
     before = bits(run.state)
@@ -133,7 +133,7 @@ def test_weight_changed_in_place_does_not_change_the_average():
     assert bits(ema.state) == before
 
 
-def test_ema_leaves_frozen_layers_statistics_and_tuples_alone():
+def test_ema_ignores_frozen_layers_statistics_and_tuples():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 8))
     model.layers[0].freeze()
     ema = EMA(model)
@@ -147,7 +147,7 @@ def test_ema_leaves_frozen_layers_statistics_and_tuples_alone():
     assert model.layers[2].weight is own
 
 
-def test_ema_refuses_a_bad_decay_a_changed_model_and_a_foreign_state():
+def test_ema_rejects_bad_decays_changed_models_and_foreign_states():
     model = Mlp()
     for decay in (1.0, -0.1):
         with pytest.raises(ValueError, match="at least 0 and below 1"):
@@ -171,7 +171,7 @@ def test_ema_refuses_a_bad_decay_a_changed_model_and_a_foreign_state():
     assert bits(ema.state) == before
 
 
-def test_state_saved_as_safetensors_can_be_assigned(tmp_path):
+def test_ema_state_loaded_from_safetensors_can_be_assigned(tmp_path):
     model = Mlp()
     ema, other = EMA(model), EMA(Mlp())
     path = str(tmp_path / "ema.safetensors")

@@ -12,8 +12,8 @@ from ..float32_layers.calls import preserved
 from ..float32_layers.trial import Trial
 from .reading import scaler_of
 
-# Powers of two: no scale below the first helps, and a float32 loss never needs more
-# than the last.
+# Exponents of the loss scales to try. No smaller scale helps, and a float32 loss never
+# needs a larger one.
 _POWERS = range(-24, 25)
 _ADVICE = (
     " at any loss scale. To find the cause, call "
@@ -32,12 +32,12 @@ def calibrate(
     headroom: int = 1,
     group: mx.distributed.Group | None = None,
 ) -> float:
-    """Find a loss scale on one batch, and set the scaler to it.
+    """Find a loss scale on one batch, and set the scaler to this scale.
 
-    The scale is the largest power of two at which no gradient overflows, lowered by
-    ``headroom`` powers of two. Without calibration, a run finds its scale by skipping
-    steps. The model, the optimizer and the random state are unchanged. This runs about
-    six forward and backward passes and waits for each, so call it before training.
+    The scale is the largest power of two at which no gradient overflows, divided by
+    ``2**headroom``. Without calibration, a run finds its scale by skipping steps. The
+    model, the optimizer and the random state do not change. This function waits for
+    about six forward and backward passes, so call it before training.
 
     Args:
         source (GradScaler or LossScaleOptimizer): The scaler whose scale to set.
@@ -47,10 +47,10 @@ def calibrate(
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
-        headroom (int): The number of powers of two by which to lower the scale, for
-            batches with larger gradients. Default: ``1``.
-        group (mx.distributed.Group, optional): The ranks that train together. All must
-            call this, each with its own batch. Default: all ranks.
+        headroom (int): The scale leaves room for gradients to double this many times.
+            Default: ``1``.
+        group (mx.distributed.Group, optional): The ranks that train together. Each must
+            call this function with its own batch. Default: all ranks.
 
     Returns:
         float: The new scale, which is the smallest found by any rank; ``1.0`` if the
@@ -82,13 +82,13 @@ def calibrate(
         problem = error
     group = group or mx.distributed.init()
     if group.size() > 1:
-        # If only one rank raised, the others would wait for it.
+        # Raise only after this: if a single rank raised, the others would wait for it.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
     if scale == 0.0:
-        text = "calibrate() failed on another rank. See the error of that rank."
+        text = "calibrate() failed on another rank. See the error on that rank."
         raise problem or ValueError(text)
     scaler.update(scale)
-    # The scaler limits it to min_scale and max_scale.
+    # The scaler may have clamped the scale to min_scale or max_scale.
     return float(scaler.get_scale())
 
 

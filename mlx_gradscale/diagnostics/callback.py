@@ -1,4 +1,4 @@
-"""A training callback that adds loss scaling to mlx-lm's reports."""
+"""A training callback that adds the loss scale to mlx-lm's reports."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from .reading import scale_array, scaler_of
 
 
 class LossScaleCallback:
-    """Add loss scale, skipped steps and gradient norm to mlx-lm's reports.
+    """Add the loss scale, skipped steps and gradient norm to mlx-lm's reports.
 
     Each training report gets the keys ``loss_scale``, ``skipped_steps``,
     ``consecutive_skips`` and, for an optimizer with ``max_grad_norm``, ``grad_norm``.
-    The report is printed as one line, on rank 0 only, and passed on to
+    Rank 0 prints the report as one line, and every rank passes the report on to
     ``wrapped_callback``. The values are read from the device once per report.
 
-    This class has the methods of ``mlx_lm.tuner.callbacks.TrainingCallback``, but does
-    not derive from it, so that it can be imported without mlx-lm.
+    This class has the methods of ``mlx_lm.tuner.callbacks.TrainingCallback`` but does
+    not derive from it, so you can import it without mlx-lm.
 
     Args:
         optimizer (LossScaleOptimizer or GradScaler): The optimizer or scaler in use.
@@ -41,7 +41,7 @@ class LossScaleCallback:
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         """Extend a training report, print it and pass it on."""
         report = train_info | self._read()
-        # mlx-lm calls this on every rank, but prints only on the first.
+        # mlx-lm calls this on every rank, but prints only on rank 0.
         if mx.distributed.init().rank() == 0:
             print(self._line(report))
         if self.wrapped_callback is not None:

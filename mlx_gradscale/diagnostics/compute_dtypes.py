@@ -24,11 +24,11 @@ class LayerDtypes:
     """The dtypes in one call of a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer. For another model
-            among the arguments of the loss function, also the argument.
+        model (str): The class of the model that contains the layer. For other models
+            in the arguments of the loss function, the argument follows in parentheses.
         path (str): The path of the layer; "" is the whole model.
-        parameters (Dtype or None): The half-precision dtype of its own parameters, or
-            None.
+        parameters (Dtype or None): The dtype of the layer's own half-precision
+            parameters; None if it has none.
         inputs (tuple): The dtypes of its floating-point inputs.
         outputs (tuple): The dtypes of its floating-point outputs.
     """
@@ -45,7 +45,8 @@ class DtypeReport:
     """The result of :func:`compute_dtypes`; print it for a table.
 
     Attributes:
-        layers (tuple): The calls of all layers except float32 layers, in order.
+        layers (tuple): One entry per layer call, in the order in which calls return.
+            Float32 layers are left out.
         half_statistics (tuple): The BatchNorm layers with running statistics in half
             precision.
     """
@@ -99,16 +100,16 @@ def compute_dtypes(
 ) -> DtypeReport:
     """Trace one batch and report the dtype in which each layer computes.
 
-    One float32 array, such as a batch, a mask or a positional encoding, promotes
-    float16 results to float32, and everything computed from them. MLX does this
-    silently, and the model is then as slow and as large as in float32. The batch is
-    only traced, not evaluated.
+    A single float32 array, such as a batch, a mask or a positional encoding, promotes
+    float16 results to float32, along with everything computed from them. MLX does not
+    warn, and the model then takes as much time and memory as a float32 model. This
+    function traces the batch without evaluating it.
 
     Args:
-        model (nn.Module): The model, which is not changed. Other models among the
-            arguments of ``loss_fn`` are reported as well.
+        model (nn.Module): The model, which is not changed. The report includes other
+            models among the arguments of ``loss_fn``.
         loss_fn (Callable): As for ``value_and_grad``.
-        *args (Any): A batch, as passed to ``loss_fn``.
+        *args (Any): The arguments of ``loss_fn``, such as a batch.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
@@ -185,7 +186,7 @@ def _promotion_message(layer: LayerDtypes) -> str:
     other = next((x for x in layer.inputs if x != layer.parameters), None)
     if other is None:
         why = "although none of its inputs is float32"
-        remedy = f"Make it return {half}."
+        remedy = f"Make the layer return {half}."
     else:
         why = f"because its input is {dtype_name(other)}"
         remedy = (

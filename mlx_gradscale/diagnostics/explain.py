@@ -1,4 +1,4 @@
-"""Find the first layer, forward or backward, with a non-finite value."""
+"""Find the first layer with a non-finite value in the forward or backward pass."""
 
 import inspect
 import math
@@ -18,7 +18,7 @@ from ..float32_layers.trial import Trial
 from ..nonfinite import NonFinite
 from .reading import scale_of
 
-# Small enough that the scale can no longer cause an overflow.
+# Multiplied by this factor, a loss scale is too small to cause an overflow.
 _SMALLER = 2.0**-40
 _MAX_ROWS = 20
 
@@ -39,8 +39,8 @@ _ADVICE = {
     "gradients": "Only the gradients overflow. A smaller loss scale fixes this, and a "
     "dynamic scaler finds one by itself.",
     "derivative": "The gradients are non-finite at any loss scale, because a "
-    "derivative itself is inf or NaN, such as that of sqrt or of a norm at zero. Add "
-    "an epsilon there.",
+    "derivative itself is inf or NaN, such as the derivative of sqrt or of a norm at "
+    "zero. Add an epsilon there.",
 }
 
 
@@ -55,13 +55,13 @@ class OverflowReport:
             value. "" means the model itself; None means the loss function or no layer.
         where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
-        scale (float): The loss scale, excluding that of a ``scale_loss`` function.
+        scale (float): The loss scale that was passed, without that of ``scale_loss``.
         leaves (list): The non-finite leaves of the batch, the parameters or the
-            gradients. The path ``args[1].mask``, for example, refers to the second
+            gradients. The path ``args[1].mask``, for example, is a leaf of the second
             argument of the loss function.
-        cure (list or None): The layers that must compute in float32 to make the loss
-            and the gradients finite, in the format of ``float32_layers``. Verified
-            on this batch. None if no layers help or none are needed.
+        cure (list or None): The layers to compute in float32, in the format of
+            ``float32_layers``, verified on this batch. None if no layers help or are
+            needed.
     """
 
     cause: str
@@ -84,7 +84,7 @@ class OverflowReport:
 
     @property
     def line(self) -> str:
-        """The fix as a line of code, with instructions; "" if there is none."""
+        """The line of code that fixes the overflow, and where to add it; or ""."""
         if self.cure is None:
             return ""
         where = self.cure[0] if len(self.cure) == 1 else self.cure
@@ -120,19 +120,19 @@ def explain_overflow(
     """Rerun one batch, and report which layer overflows first and how to fix it.
 
     The report says whether the loss itself is finite, and names the layer. The model
-    and the random state are unchanged afterwards. This reads from the device and runs
-    the batch several times: call it after a skipped step, not on every step.
+    and the random state do not change. This function runs the batch several times and
+    reads from the device, so call it after a skipped step, not on every step.
 
     Args:
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``nn.value_and_grad``: called with the batch, it
-            returns the loss, or a tuple that starts with it.
-        *batch (Any): The arguments of ``loss_fn``. mlx-lm's losses take the model
-            first.
+        loss_fn (Callable): As for ``nn.value_and_grad``: takes the batch, and returns
+            the loss or a tuple that starts with the loss.
+        *batch (Any): The arguments of ``loss_fn``. For mlx-lm's losses, the model is
+            the first argument.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale. A scaler lowers
             its scale after an overflow, so pass the scale of the skipped step as a
-            number. Omit it if ``loss_fn`` was returned by ``scale_loss``. Default:
-            ``1.0``.
+            number. Omit the scale if ``loss_fn`` was returned by ``scale_loss``.
+            Default: ``1.0``.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         keep (Callable, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
@@ -177,7 +177,7 @@ def explain_overflow(
         original = inspect.unwrap(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
         )
-        # A model that skips steps may have unusual weights: allow a large distance.
+        # A model that skips steps may have unusual weights, so use a large tolerance.
         trial = replace(trial, loss_fn=original)
         cure = search([trial], LARGEST, tolerance=0.1).where or None
     return OverflowReport(

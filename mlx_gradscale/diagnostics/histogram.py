@@ -1,4 +1,4 @@
-"""Count gradients by power of two, between underflow and overflow."""
+"""Count gradients by power of two, to show how many float16 can represent."""
 
 import math
 from bisect import bisect
@@ -18,16 +18,16 @@ from .reading import scale_of
 # have all 11 bits, and 2**15 is the largest power of two.
 ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
 # Bins: zero, the exponents of float32, inf and NaN. All subnormals of float32 share the
-# first power, because they underflow in float16 at any scale. Numbers just below 2**128
-# round up to the last one in 11 bits.
+# first power, because they underflow in float16 at any scale. Rounding to 11 bits takes
+# numbers just below 2**128 to the last power.
 _FIRST, _LAST = -127, 128
 _INF = _LAST - _FIRST + 2
 _BINS = _INF + 2
-# The range of powers of two for a scale.
+# Exponents of the smallest and the largest loss scale.
 _SMALLEST_POWER = round(math.log2(SMALLEST_SCALE))
 _LARGEST_POWER = round(math.log2(LARGEST_SCALE))
-# Gradients fill about twenty bins. Using 64 copies of each avoids contention of atomic
-# additions on a GPU, and takes a sixth longer on a CPU.
+# Gradients fill about twenty bins. With 64 copies of each bin, atomic additions on a
+# GPU rarely collide. On a CPU, the copies make counting a sixth slower.
 _LANES = 64
 
 
@@ -38,8 +38,8 @@ class Shares:
     Attributes:
         zero (float): Zero before the cast.
         underflow (float): Rounded to zero by the cast.
-        subnormal (float): Representable with fewer than float16's 11 bits.
-        normal (float): Representable with all bits.
+        subnormal (float): Represented with fewer than float16's 11 bits.
+        normal (float): Represented with all 11 bits.
         overflow (float): Infinite after the cast.
         nonfinite (float): Inf or NaN before the cast.
     """
@@ -57,10 +57,10 @@ class GradientHistogram:
     """Counts of gradients by power of two, from :func:`gradient_histogram`.
 
     Attributes:
-        bins (np.ndarray): Counts: zeros first, then one bin for each power of two from
-            2**-127 up, then infs and NaNs.
-        scale (float): The loss scale that the values were multiplied by.
-        leaves (dict): The histogram of each leaf, by path.
+        bins (np.ndarray): The number of zeros, then the number of values for each power
+            of two from 2**-127 up, then the numbers of infs and NaNs.
+        scale (float): The loss scale by which the values were multiplied.
+        leaves (dict): Maps the path of each leaf to its histogram.
 
     Example:
         >>> import mlx.core as mx
@@ -120,10 +120,10 @@ class GradientHistogram:
 
         Scales at which a value overflows are excluded, because one overflow skips the
         whole step. Of the others, the best scale has the fewest underflows and, among
-        those, loses the fewest bits to subnormals. If several are equally good, it is
-        the middle one. If some values are already non-finite, it is smaller than
-        :attr:`scale`. If values overflow at every scale, it is the smallest scale. None
-        if all values are zero or non-finite.
+        those, loses the fewest bits to subnormals. If several scales are equally good,
+        the middle one is returned. If some values are non-finite, the result is smaller
+        than :attr:`scale`. If values overflow at every scale, the result is the
+        smallest scale. None if all values are zero or non-finite.
         """
         powers = self.by_power()
         if not powers:
@@ -159,8 +159,8 @@ class GradientHistogram:
 def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     """Count gradients by power of two, over all leaves and per leaf.
 
-    Counting takes one pass over the gradients on the device, and only the counts are
-    read. Call it occasionally, not on every step.
+    The device counts in one pass over the gradients, and only the counts are read.
+    Reading waits for the device, so do not call this function on every step.
 
     A gradient that underflowed in float16 counts as zero. To see the full range,
     compute the gradients of one batch in float32.
@@ -205,7 +205,7 @@ def _count_leaf(x: mx.array) -> mx.array:
     if x.dtype == mx.complex64:
         x = x.reshape(-1).view(mx.float32)
     x = x.reshape(1) if x.ndim == 0 else x
-    # Integers from here on, because a GPU may flush subnormals to zero.
+    # Compare bits as integers, because a GPU may flush subnormals to zero.
     bits = x.astype(mx.float32).view(mx.uint32) & 0x7FFFFFFF
     infinite = 0x7F800000
     # Adding half of the last bit rounds to float16's 10 mantissa bits: values from

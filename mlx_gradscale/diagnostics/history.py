@@ -38,9 +38,9 @@ _HEADER = ",".join(field.name for field in fields(ScaleRecord))
 class ScaleHistory:
     """The loss scale, skipped steps, gradient norm and loss of a run.
 
-    :meth:`record` only stores lazy arrays. They are read from the device once every
-    ``every`` steps, so a loop that evaluates its arrays in each step does not wait for
-    them. :meth:`flush`, or the end of a ``with`` block, reads the remaining ones.
+    :meth:`record` only stores lazy arrays. The history reads them from the device once
+    every ``every`` steps, so a loop that evaluates its arrays in each step does not
+    wait. :meth:`flush`, or the end of a ``with`` block, reads the remaining arrays.
 
     Args:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
@@ -48,7 +48,7 @@ class ScaleHistory:
             resume from an earlier step, pass ``step`` to :meth:`record`: when the file
             is read, a line replaces all earlier lines with the same or a later step.
             Only one process may write to a file. Default: ``None``.
-        every (int): How often to read from the device, in steps. Default: ``50``.
+        every (int): The number of steps between reads from the device. Default: ``50``.
 
     Example:
         >>> import mlx.core as mx
@@ -85,7 +85,7 @@ class ScaleHistory:
     ) -> None:
         """Record one step without waiting for the device.
 
-        Call it after the scaler's ``update()``.
+        Call this method after the scaler's ``update()``.
 
         Args:
             source (GradScaler or LossScaleOptimizer): The scaler or optimizer that has
@@ -96,7 +96,7 @@ class ScaleHistory:
             grad_norm (array or float, optional): The norm of the unscaled gradients, as
                 returned by ``clip_grad_norm``. Default: ``source.grad_norm``, if
                 ``source`` is a ``LossScaleOptimizer`` with ``max_grad_norm``.
-            step (int, optional): The step number. Default: one more than the previous.
+            step (int, optional): The step number. Default: the previous number plus 1.
         """
         scaler = scaler_of(source)
         if grad_norm is None:
@@ -132,7 +132,7 @@ class ScaleHistory:
 
     def _append(self, path: Path, text: str) -> None:
         with open(path, "ab") as file:
-            # A crash or a full disk may have left part of a line.
+            # Remove a partial line that a crash or a full disk may have left.
             file.truncate(self._end)
             file.write(text.encode())
         self._end += len(text.encode())
@@ -144,7 +144,7 @@ class ScaleHistory:
         try:
             self.flush()
         except Exception:
-            # A failed run raises its own error, and its last arrays may be the cause.
+            # Do not hide the run's own error, which its last arrays may raise again.
             if kind is None:
                 raise
 
@@ -156,7 +156,7 @@ class ScaleHistory:
             path (str): The ``.csv`` or ``.jsonl`` file.
 
         Returns:
-            ScaleHistory: The records; new ones are not written to the file.
+            ScaleHistory: The history. New records are not written to the file.
 
         Raises:
             ValueError: If the file is not a history.
@@ -169,13 +169,13 @@ class ScaleHistory:
 
     @property
     def records(self) -> list[ScaleRecord]:
-        """All records, including pending ones, which are read from the device."""
+        """All records. Reads pending records from the device first."""
         self.flush()
         return self._records
 
     @property
     def skipped(self) -> list[int]:
-        """The numbers of the skipped steps."""
+        """The step numbers of all skipped steps."""
         return [record.step for record in self.records if not record.applied]
 
 
@@ -187,8 +187,8 @@ def _read(path: Path) -> bytes:
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
     """Return the records; each replaces earlier ones with the same or a later step."""
     if path.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"The file must end in .csv or .jsonl, got {path.name!r}.")
-    # A crash may have cut off the last line, but not the only one.
+        raise ValueError(f"path must end in .csv or .jsonl, got {path.name!r}.")
+    # Drop a last line that a crash cut off, unless it is the only line.
     text = data[: data.rfind(b"\n") + 1 or None].decode("utf-8", "replace")
     records: list[ScaleRecord] = []
     for i, line in enumerate(text.splitlines(), start=1):
@@ -226,7 +226,7 @@ def _format(path: Path, record: ScaleRecord) -> str:
         row["applied"] = int(record.applied)
         return ",".join("" if x is None else str(x) for x in row.values()) + "\n"
     for name, x in row.items():
-        # JSON has no inf or NaN; every reader accepts strings.
+        # JSON has no inf or NaN, so write them as strings.
         if isinstance(x, float) and not math.isfinite(x):
             row[name] = str(x)
     return json.dumps(row) + "\n"

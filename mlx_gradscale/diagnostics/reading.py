@@ -7,7 +7,7 @@ import mlx.core as mx
 
 
 def scaler_of(source: Any) -> Any:
-    """Return ``source`` if it is a ``GradScaler``, or else its ``scaler``."""
+    """Return the scaler of an optimizer, or ``source`` itself if it is a scaler."""
     scaler = getattr(source, "scaler", source)
     state = getattr(scaler, "state", None)
     if not isinstance(state, dict) or "consecutive_skips" not in state:
@@ -23,7 +23,7 @@ def scale_array(scaler: Any) -> mx.array:
 
 
 def scale_of(source: Any) -> float:
-    """Return a loss scale as is, or read that of a scaler from the device."""
+    """Return a loss scale as a float; for a scaler, read it from the device."""
     if not isinstance(source, (int, float, mx.array)):
         source = scale_array(scaler_of(source))
     scale = float(source)

@@ -1,8 +1,8 @@
 """List the modules of a model and intercept their calls.
 
 Python looks up ``__call__`` on the type, so each intercepted module gets its own
-subclass; the classes of other modules do not change. Float32 layers, probes and dtype
-reports are handlers built on this mechanism.
+subclass; other modules keep their class. Float32 layers, probes and dtype reports are
+implemented as handlers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,11 @@ from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
 
-# The methods to intercept. A tied embedding is the output layer through as_linear.
+# The methods to intercept. A tied embedding acts as the output layer in as_linear.
 _METHODS = ("__call__", "as_linear")
 # The modules that these methods return inherit the handlers.
 _CONVERSIONS = ("to_quantized", "to_lora")
-# A Python attribute, not an item of the module, so that trees do not contain handlers.
+# A Python attribute, not a module item, to keep handlers out of parameter trees.
 _HANDLERS = "_call_handlers"
 
 # Called with the module, the function to call and its arguments; returns the outputs.
@@ -38,7 +38,7 @@ def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Modu
 
 
 def is_inside(path: str, *outer: str) -> bool:
-    """Return whether a path names one of the modules or something inside one."""
+    """Return whether a path is one of the outer paths or lies inside one of them."""
     return any(not each or f"{path}.".startswith(f"{each}.") for each in outer)
 
 
@@ -49,7 +49,7 @@ def owner_of(paths: Iterable[str], parameter: str) -> str:
 
 def has_method(cls: type, method: str) -> bool:
     """Return whether a module class, or one of its bases, defines a method."""
-    # Not hasattr, because every class has the __call__ of its metaclass.
+    # hasattr is always True for __call__, because every metaclass defines it.
     return any(method in vars(each) for each in cls.__mro__)
 
 
@@ -60,7 +60,7 @@ def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
 
 
 def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
-    """Route each call of a module through handlers; without any, restore its class."""
+    """Route a module's calls through handlers; with none, restore its class."""
     cls = _original(type(module))
     object.__setattr__(module, "__class__", _intercepted(cls) if handlers else cls)
     vars(module).pop(_HANDLERS, None)
@@ -70,9 +70,9 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
 
 @contextmanager
 def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterator[None]:
-    """Route every module through a handler, and restore the model on exit.
+    """Route the calls of every module through a handler; restore the model on exit.
 
-    A module with several paths gets one handler, made for the first path.
+    A module with several paths gets one handler, created for its first path.
     """
     modules = {id(m): (path, m) for path, m in reversed(ordered_modules(model))}
     with preserved(model):
@@ -83,7 +83,7 @@ def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterato
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Disable ``mx.compile``; restore the model and the random state on exit."""
+    """Disable ``mx.compile``; restore it, the model and the random state on exit."""
     saved = snapshot(model)
     attributes = [(m, type(m), dict(vars(m))) for _, m in ordered_modules(model)]
     random_state: Any = mx.random.state
@@ -96,7 +96,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     finally:
         if compiles:
             mx.enable_compile()
-        # A key is the seed in two halves.
+        # The random state holds the seed as two 32-bit halves.
         mx.random.seed(high << 32 | low)
         restore(saved)
         for module, cls, own in attributes:
@@ -106,7 +106,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _is_compile_enabled() -> bool:
-    # MLX has no API for this, so count how often a function is traced.
+    # MLX has no API for this, so check whether a second call runs the Python code.
     traces = iter(range(3))
     compiled = mx.compile(lambda x: x + next(traces))
     return [compiled(mx.array(0)).item() for _ in range(2)] == [0, 0]
@@ -115,10 +115,10 @@ def _is_compile_enabled() -> bool:
 class _Transparent(type):
     """Metaclass of the subclasses that intercept calls.
 
-    A subclass compares equal to the original class, for code that looks up
-    ``type(layer)`` in a table (mlx-lm's GPTQ). Its ``__call__`` attribute is the
-    original's, because mlx-lm's ``grad_checkpoint`` replaces ``type(layer).__call__``
-    to reach every layer of a class. Python itself still calls the intercepting method.
+    A subclass compares equal to the original class, so that tables keyed by
+    ``type(layer)``, as in mlx-lm's GPTQ, still work. Its ``__call__`` attribute is that
+    of the original class, because mlx-lm's ``grad_checkpoint`` replaces
+    ``type(layer).__call__`` to reach every layer. Calls still go through the handlers.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -159,7 +159,7 @@ def _intercepted(cls: type) -> type:
         return method
 
     def is_float32(self: nn.Module) -> bool:
-        # The core checks this to leave the parameters of these modules in float32.
+        # The core does not cast the parameters of such modules to compute_dtype.
         handlers = get_handlers(self)
         return any(getattr(h, "computes_in_float32", False) for h in handlers)
 
@@ -167,7 +167,7 @@ def _intercepted(cls: type) -> type:
     body: dict[str, Any] = {name: intercept(name) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body |= {"__doc__": cls.__doc__, "computes_in_float32": property(is_float32)}
-    # It must also derive from the metaclass of the original class, such as ABCMeta.
+    # The metaclass must also derive from that of the original class, such as ABCMeta.
     metaclass: Any = type("_Transparent", (_Transparent, type(cls)), {})
     subclass: type = metaclass(cls.__name__, (cls,), body)
     return subclass

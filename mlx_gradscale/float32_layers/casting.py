@@ -15,13 +15,13 @@ from ..core.trees import Writes, commit, leaves
 
 @contextmanager
 def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
-    """Upcast all half-precision arrays of a module to float32 in a ``with`` block.
+    """Upcast a module's half-precision arrays to float32 within a ``with`` block.
 
     Yields the first half-precision dtype found, or None.
     """
     trainable = {id(x) for x in leaves(module.trainable_parameters())}
     places = [place for place in writable_arrays(module) if place[2].dtype in HALF]
-    # Keyed by id: a tied weight is one array in several places and is cast once.
+    # Keyed by id, so that a tied weight, one array in several places, is cast once.
     new = {id(old): old for _, _, old in places}
     parameters = [old for old in new.values() if id(old) in trainable]
     if parameters:
@@ -35,8 +35,8 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         writes = []
         for container, key, old in places:
             now = container[key]
-            # A forward pass may update buffers, such as a running mean. Parameters are
-            # only replaced by mx.checkpoint, which must be undone.
+            # Keep buffers that the forward pass updated, such as a running mean.
+            # Restore parameters, which only mx.checkpoint replaces.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
             writes.append(
@@ -46,10 +46,10 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
 
 
 def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
-    """Return the parameters, and restore the module when they are differentiated.
+    """Pass parameters through an identity whose backward pass restores the module.
 
     A checkpointed layer runs again in the backward pass, after the forward pass has
-    restored the module, and leaves its float32 parameters in it.
+    restored the module, and would leave float32 parameters in the module.
     """
 
     def restore(_: Any, cotangents: Any, __: Any) -> Any:
@@ -62,10 +62,9 @@ def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.
 
 
 def upcast(value: Any) -> Any:
-    """Upcast an array, or the arrays of a tuple, from half precision to float32.
+    """Upcast an array, or the arrays in a tuple, from half precision to float32.
 
-    A module may write to the lists, dicts and caches that it receives, so they are
-    passed on unchanged.
+    Lists, dicts and caches are returned unchanged, because a module may write to them.
     """
     if isinstance(value, mx.array):
         return to_float32(value)

@@ -42,7 +42,7 @@ def _search(arguments: Sequence[str] | None) -> int:
     except ImportError as error:
         print(f"No figure was drawn: {error}")
     if not found.where:
-        print(f"\nNo layers to save, so {options.output} was not written.")
+        print(f"\nNo layers need float32, so {options.output} was not written.")
         return 0
     found.save(options.output)
     print(
@@ -56,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale float16",
         description="Find the layers of an mlx-lm model that must compute in float32. "
-        "Runs a few batches forward and backward in float32 and float16, prints and "
-        "plots how close each layer comes to 65504, and saves the layers to a file.",
+        "Run a few batches forward and backward in float32 and float16, print and plot "
+        "how close each layer comes to 65504, and save the names of the layers.",
         epilog="example: mlx_gradscale float16 --model my-model --data my-data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -66,16 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", required=True, help="folder with train.jsonl, as for mlx-lm")
     add("-o", "--output", default="float32_layers.json", help="JSON file to write")
     kinds = ("full", "lora")
-    add("--fine-tune-type", choices=kinds, default="full", help="parameters to train")
+    add("--fine-tune-type", choices=kinds, default="full", help="what to train")
     add("--batches", type=int, default=4, help="number of samples to run")
-    add("--max-seq-length", type=int, default=512, help="maximum number of tokens")
-    add("--margin", type=float, default=2.0, help="safety factor for large values")
-    add("--tolerance", type=float, default=0.02, help="allowed error of the loss")
+    add("--max-seq-length", type=int, default=512, help="maximum tokens per sample")
+    add("--margin", type=float, default=2.0, help="factor by which values may grow")
+    add("--tolerance", type=float, default=0.02, help="allowed relative loss error")
     return parser
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
-    """Return model, loss function and batches, as mlx-lm's trainer creates them."""
+    """Return a model, a loss function and batches as in mlx-lm's trainer."""
     import mlx_lm
     from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
     from mlx_lm.tuner.trainer import default_loss, iterate_batches
@@ -87,7 +87,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         raise ValueError(f"{options.data} has no train.jsonl with samples.")
     batches = iterate_batches(CacheDataset(data), 1, options.max_seq_length, seed=0)
     first = list(islice(batches, options.batches))
-    # Cast before adding the adapters, which mlx-lm creates in float32.
+    # Cast before adding the adapters, so that they stay float32, as in mlx-lm.
     model.set_dtype(mx.float16)
     if options.fine_tune_type == "lora":
         model.freeze()

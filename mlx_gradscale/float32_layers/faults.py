@@ -1,7 +1,7 @@
 """Find where the first bad value of a run was computed, and why.
 
-``explain_overflow`` and the search for float32 layers share this. The search compares
-the run with one in float32, and also treats values far from float32 as bad.
+``explain_overflow`` and the search for float32 layers use this module. The search also
+compares with a run in float32, and treats values far from float32 as bad.
 """
 
 import math
@@ -15,15 +15,15 @@ from ..nonfinite import NonFinite, nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
 
-# Relative distances from float32. Rounding of a value between two layers causes less
-# than the first, a sum that overflowed causes more. The second is used if the loss is
-# off but no value is far off.
+# Relative distances from float32. Rounding between two layers stays below the first; an
+# overflow in a sum exceeds it. The second applies if the loss is off although no value
+# is far off.
 _FAR, _SUSPICIOUS = 0.25, 0.05
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run is bad. The fields have the same meaning as in ``OverflowReport``."""
+    """The reason why a run is bad; ``text`` is the ``where`` of ``OverflowReport``."""
 
     cause: str
     layer: str | None = None
@@ -32,16 +32,16 @@ class Fault:
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
-    """Return the first reason why a run is bad, or None if it is finite.
+    """Return the first reason why a run is bad, or None if the run is finite.
 
-    Bad values are non-finite. If the run has a reference in float32, values far from it
-    are bad as well, and a fault is always returned.
+    Non-finite values are bad. If the run has a float32 reference, values far from the
+    reference are bad too, and the result is never None.
     """
     if not run.reference and run.has_finite_gradients and not run.is_loss_off:
         return None
     given = trial.arguments.items()
     arguments = {path: x for path, x in given if isinstance(x, mx.array)}
-    # Treat -inf as a mask.
+    # Ignore -inf, because additive masks contain it.
     leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
@@ -72,7 +72,7 @@ def _first_fault(run: Run) -> Fault:
     leaves = [x.counts for x in run.gradients if not x.is_finite]
     cause, found = "forward", first_bad(run.forward)
     if found is None and run.is_loss_off:
-        # Unless a value is somewhat off, the loss function itself is at fault.
+        # If no value is even somewhat off, the loss function itself is at fault.
         cause, found = "loss", first_bad(run.forward, _SUSPICIOUS)
     elif found is None:
         cause, found = "gradients", first_bad(run.backward)
@@ -97,7 +97,7 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
         return is_bad
     if (other or value).is_mask:
         is_bad = bool(value.counts.nan or value.counts.positive_inf)
-    # No gradient flows through it, so it can only affect the loss.
+    # Without a gradient, the value can only affect the loss.
     return is_bad and run.is_loss_off
 
 
@@ -118,10 +118,10 @@ def _name(path: str | None) -> str:
 
 
 def _cast(arguments: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Cast floating-point arguments, except for additive masks."""
+    """Cast the floating-point arguments except additive masks; drop all others."""
     floating = {
         p: x for p, x in arguments.items() if mx.issubdtype(x.dtype, mx.floating)
     }
-    # A mask may be -1e9 at masked positions, and is 0 elsewhere.
+    # An additive mask is 0 or negative, such as -1e9 at masked positions.
     masks = {p for p, x in floating.items() if not x.size or mx.max(x).item() == 0}
     return {p: x.astype(dtype) for p, x in floating.items() if p not in masks}

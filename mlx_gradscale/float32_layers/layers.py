@@ -19,23 +19,23 @@ from .casting import downcast, upcast, upcast_parameters
 from .where import resolve
 
 _STATISTICS = ("running_mean", "running_var")
-# The attribute of a BatchNorm for the original dtype of its running statistics.
+# The BatchNorm attribute that holds the original dtype of the running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Neighbors stay in memory even if the model replaces them, so use a few small ones.
+# Handlers keep neighbors in memory even if the model replaces them: use small ones.
 _MAX_NEIGHBORS = 4
 
-# Whether the current code was called by a float32 layer.
+# Whether the current code runs inside the call of a float32 layer.
 is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
 
 
 @dataclass(eq=False)
 class Float32Call:
-    """The handler of a float32 layer, which calls its module in float32.
+    """Handler that makes a layer compute in float32.
 
     Attributes:
-        casts_back (bool): Whether outputs are cast back to half precision.
-        neighbors (tuple): Modules outside the float32 layers. They provide the model's
-            dtype if neither the arguments nor the parameters of the layer do.
+        casts_back (bool): Whether to cast outputs back to half precision.
+        neighbors (tuple): Modules outside the float32 layers. Their dtype is used if
+            neither arguments nor parameters of the layer are in half precision.
     """
 
     casts_back: bool
@@ -45,7 +45,7 @@ class Float32Call:
     def __call__(
         self, module: nn.Module, function: Any, /, *args: Any, **kw: Any
     ) -> Any:
-        """Call the function in float32, unless an enclosing float32 layer does."""
+        """Call the function in float32; inside another float32 layer, just call it."""
         if is_inside_layer.get():
             return function(*args, **kw)
         token = is_inside_layer.set(True)
@@ -68,16 +68,16 @@ class Float32Call:
 def float32_layers(model: nn.Module, where: Any) -> list[str]:
     """Make selected layers of a half-precision model compute in float32.
 
-    For these layers, arguments and parameters are cast to float32 for the duration of
-    each call, and outputs are cast back. Parameters keep their names and dtypes, so
+    These layers cast their arguments and parameters to float32 for the duration of each
+    call, and cast their outputs back. Parameters keep their names and dtypes, so
     saving, loading, freezing, LoRA, quantization, copying and gradient checkpointing
-    work as before. Only the running statistics of a BatchNorm become float32. In a
-    float32 model this has no effect, unless it is trained with ``compute_dtype``: the
-    parameters of these layers are then not cast.
+    work as before. Only the running statistics of a BatchNorm become float32. A float32
+    model is not affected, unless you train it with ``compute_dtype``, which then does
+    not cast the parameters of these layers.
 
     Each call replaces the layers selected by an earlier call, and
-    ``float32_layers(model, [])`` restores the original model. Recompile a step if the
-    layers change after compilation.
+    ``float32_layers(model, [])`` restores the original model. If you change the layers
+    after compiling a step, compile the step again.
 
     If a value too large for float16 passes from layer to layer, as in a residual
     stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` selects
@@ -85,18 +85,18 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     each other, and only the last one casts back. ``"head to the loss"`` does not cast
     back at all, so that the loss is computed in float32.
 
-    Each layer gets a subclass that compares equal to its class, but is not the same
-    object and cannot be pickled. Only calls, and ``as_linear`` of a tied embedding, are
-    intercepted; other methods run in half precision. A layer may write to the lists,
-    dicts and caches that it receives, so the arrays in them are not cast.
+    The class of each layer is replaced with a subclass that compares equal to the
+    original but cannot be pickled. Only calls, and ``as_linear`` of a tied embedding,
+    run in float32; other methods run in half precision. Arrays in lists, dicts and
+    caches are not cast, because a layer may write to these containers.
 
     Args:
         model (nn.Module): The model. It is modified in place.
         where (str, list, Callable or Path): A path such as ``"layers.3.mlp"``, a glob
             such as ``"*.mlp"``, a chain as above, or a list of these; a function that
-            receives the path and the module and returns whether to select it; the
-            result of :func:`find_float32_layers`, or the ``.json`` file it was saved
-            to.
+            receives a path and a module and returns whether to select the module; the
+            result of :func:`find_float32_layers`; or the ``.json`` file that contains
+            the result.
 
     Returns:
         list: The paths of the selected modules.
@@ -126,16 +126,16 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     neighbors = _find_neighbors(modules, paths)
 
     def ids(paths: Iterable[str]) -> set[int]:
-        # A module may have several paths.
+        # Compare modules by id, because a module may have several paths.
         return {id(modules[path]) for path in paths}
 
     selected, inside = ids(paths), ids(p for p in modules if is_inside(p, *paths))
-    # A layer that is the last of one chain may pass float32 on in another.
+    # The last layer of one chain may pass float32 on in another chain.
     passing = ids(p for c in chains for p in c.paths[: None if c.reaches_loss else -1])
     for module in modules.values():
         handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
         if id(module) in selected:
-            # The casts come first, innermost, so that outer probes see half precision.
+            # The innermost handler casts, so that probes around it see half precision.
             handlers.insert(0, Float32Call(id(module) not in passing, neighbors))
         set_handlers(module, tuple(handlers))
         _cast_statistics(module, id(module) in inside)
@@ -143,7 +143,7 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
 
 
 def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
-    """Return the dtype of the first half-precision array among these, or None."""
+    """Return the dtype of the first half-precision array, or None."""
     dtypes = (x.dtype for x in arrays if isinstance(x, mx.array))
     return next((dtype for dtype in dtypes if dtype in HALF), None)
 
@@ -151,7 +151,7 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
 def _find_neighbors(
     modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
-    """Return small modules with parameters that are neither in nor around these."""
+    """Return the smallest modules with parameters that do not overlap the paths."""
     found = []
     for path, module in modules.items():
         arrays = [x for x in module.values() if isinstance(x, mx.array)]

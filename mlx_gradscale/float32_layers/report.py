@@ -1,4 +1,4 @@
-"""The result of a search for float32 layers: a list, a table and a file."""
+"""The result of a search for float32 layers, which can be printed and saved."""
 
 import json
 import math
@@ -13,22 +13,22 @@ LARGEST = 65504.0
 _MAX_ROWS = 40
 
 WHOLE_MODEL = (
-    "The whole model would have to compute in float32, as slowly and with as much "
-    "memory as a float32 model. The overflow is probably in the model's own code, "
-    "between its layers, or in the loss function. It is better to cast that expression "
-    "to float32 (x.astype(mx.float32)) and its result back, to reduce (sum, mean) in "
-    "float32, to move the expression into its own layer, or to use bfloat16."
+    "The whole model would have to compute in float32, at the cost of a float32 model. "
+    "The overflow is probably in the model's own code, between its layers, or in the "
+    "loss function. A better fix is to cast the overflowing expression to float32 "
+    "(x.astype(mx.float32)) and its result back, to reduce (sum, mean) in float32, to "
+    "move the expression into its own layer, or to use bfloat16."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """The largest value of one layer, in float32 and over all batches.
+    """The largest value of one layer over all batches, measured in float32.
 
     Attributes:
-        layer (str): Its path; "" is the model.
+        layer (str): The path of the layer; "" is the whole model.
         largest (float): The largest magnitude of its inputs and outputs.
-        is_float32 (bool): Whether it is a float32 layer, or inside one.
+        is_float32 (bool): Whether this is a float32 layer, or inside one.
         overflows_inside (bool): Whether the search selected this layer although its
             inputs and outputs do not exceed 65504, usually because an intermediate
             result does.
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def headroom(self) -> float:
-        """How many times its values can double before they overflow float16."""
+        """How many times the largest value can double before it overflows float16."""
         return math.log2(LARGEST / self.largest) if self.largest else math.inf
 
 
@@ -50,11 +50,11 @@ class Float32Search:
     """The result of :func:`find_float32_layers`; print it for a summary.
 
     Attributes:
-        where (list): The layers, in the format of ``float32_layers``, which also
-            accepts this object.
-        reasons (dict): Maps each entry of ``where`` to the reason for it.
+        where (list): The layers, in the format of ``float32_layers``. You can also pass
+            this object itself to ``float32_layers``.
+        reasons (dict): The reason for each entry of ``where``.
         rows (list): A :class:`Row` for every layer, in call order.
-        problem (str): Why no layers help; "" if ``where`` was verified to suffice.
+        problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.
     """
@@ -76,7 +76,7 @@ class Float32Search:
         if self.problem:
             raise ValueError(f"There are no layers to save. {self.problem}")
         if not os.fspath(path).endswith(".json"):
-            raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
+            raise ValueError(f"path must end in .json, got {os.fspath(path)!r}.")
         content = json.dumps({**FORMAT, "layers": self.where}, indent=2)
         with atomic_write(path) as file:
             file.write(f"{content}\n".encode())

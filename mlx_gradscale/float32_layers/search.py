@@ -1,4 +1,4 @@
-"""Find the layers that must be float32 for a model to train in float16."""
+"""Find the layers that must compute in float32 for a model to train in float16."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from .report import LARGEST, Float32Search, Row
 from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
-# Gradients are rounded in both passes, so they may be farther off than the loss.
+# Gradients are rounded in both passes, so they may differ more than the loss.
 _GRADIENT_TOLERANCE = 10
 # Loss scales, tried in this order until the gradients are finite.
 _SCALES = [2.0**power for power in range(16, -41, -8)]
@@ -42,13 +42,13 @@ def find_float32_layers(
 ) -> Float32Search:
     """Find which layers must compute in float32, and verify that they suffice.
 
-    Runs every batch in float32 and in half precision, forward and backward. If a value
+    Every batch runs forward and backward in float32 and in half precision. If a value
     between layers comes within a factor of ``margin`` of 65504, float16's maximum, the
-    layers from its source to its last reader become float32, as does a layer whose
-    output is non-finite or far from the float32 output. Finally, loss and gradients
-    must agree with float32.
+    search selects all layers from the one that computes this value to the last one that
+    reads it. The search also selects layers whose output is non-finite or far from
+    float32. Finally, the loss and the gradients must agree with float32.
 
-    The model is unchanged afterwards: pass the result to
+    The search does not change the model. Pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
     at level INFO.
 
@@ -56,14 +56,14 @@ def find_float32_layers(
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
             given.
         loss_fn (Callable): As for ``nn.value_and_grad``, not wrapped by ``scale_loss``.
-        batches (Iterable): Arguments of ``loss_fn`` for each batch: a tuple, a dict of
-            keywords, or a single argument. A few typical batches suffice.
+        batches (Iterable): The arguments of ``loss_fn`` for each batch: a tuple, a dict
+            of keyword arguments, or a single argument. A few typical batches suffice.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
         margin (float): The factor by which values may grow during training before they
             overflow. Default: ``2.0``.
         tolerance (float): The allowed relative difference between the loss and the
-            float32 loss. For the gradients, ten times this is allowed. Default:
+            float32 loss. The gradients may differ by ten times as much. Default:
             ``0.02``.
 
     Returns:
@@ -110,7 +110,7 @@ def find_float32_layers(
 
 
 def _with_batch(trial: Trial, batch: Any) -> Trial:
-    # A model is also a dict.
+    # Not isinstance, because a model is also a dict.
     if type(batch) is dict:
         return replace(trial, kwargs=batch)
     is_one = not isinstance(batch, (tuple, list))
@@ -118,7 +118,7 @@ def _with_batch(trial: Trial, batch: Any) -> Trial:
 
 
 def search(trials: Sequence[Trial], limit: float, tolerance: float) -> Float32Search:
-    """Like :func:`find_float32_layers`; values that reach ``limit`` are too large."""
+    """Search for float32 layers; magnitudes of ``limit`` or more are too large."""
     state, problem = _Search(trials[0].model, limit), ""
     try:
         for i, trial in enumerate(trials, start=1):
@@ -146,14 +146,14 @@ def _run_in_float32(trial: Trial, name: str) -> Run:
     why = [f"{name} gives non-finite values even in float32.", fault.text]
     if fault.cause not in ("batch", "parameters"):
         why += [
-            f"The loss is {reference.loss}. Look for a logarithm, division or square "
-            "root of zero, and for a cast to half precision."
+            f"The loss is {reference.loss}. Look for a logarithm or square root of "
+            "zero, a division by zero, or a cast to half precision."
         ]
     raise NoCureFound(" ".join(filter(None, why)))
 
 
 def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
-    """Run in half precision at a scale that a dynamic scaler would find."""
+    """Run in half precision at the first of ``_SCALES`` with finite gradients."""
     for scale in _SCALES:
         _logger.info("In half precision with float32 layers %s", [*where])
         half = trial.run([*where], scale)
@@ -171,7 +171,7 @@ class _Search:
         self.halves: list[Run] = []
         self._model = model
         self._limit = limit
-        # Magnitudes of the model's inputs, which are already in half precision.
+        # Magnitudes of the model's inputs, which are known to fit.
         self._given: set[float] = set()
 
     def report(self, problem: str) -> Float32Search:
@@ -190,10 +190,10 @@ class _Search:
         share = 1.0 - self._share(inside)
         return Float32Search(where, reasons, rows, problem, losses, share)
 
-    # Large values between layers. The float32 run shows how large they are.
+    # Large values between layers, as measured in the float32 run.
 
     def cover(self, call: Call) -> None:
-        """Add the layers in a call between which values are too large."""
+        """Add the layers inside a call that exchange values that are too large."""
         if call.path is None:
             self._given = {v.magnitude for c in call.children for v in c.inputs}
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
@@ -209,10 +209,10 @@ class _Search:
         self.reasons[entry] = f"Values reach {largest:.3g}, {above}."
 
     def _chain_for(self, call: Call, first: int) -> str:
-        """Return the shortest chain for the large values between a call's children."""
+        """Return the shortest chain that covers the large values between children."""
         children = call.children
         if self._is_large(children[first].inputs) and call.path is not None:
-            # The code of this layer made the value, between its children.
+            # The layer's own code computed the value, between calls of its children.
             if self._share([call.path]) <= 0.5 or first == 0:
                 return call.path
             first -= 1
@@ -223,7 +223,7 @@ class _Search:
             return self._name_chain(children[first : last + 1])
         if call.path:
             return call.path
-        # The value passes through the whole model to the loss function.
+        # The value reaches the loss function.
         return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}"
 
     def _name_chain(self, calls: list[Call]) -> str:
@@ -235,7 +235,7 @@ class _Search:
         sizes = {value.magnitude for value in values} - self._given
         return any(size >= self._limit for size in sizes)
 
-    # Faults inside layers. There, half precision deviates from float32.
+    # Faults inside layers, where half precision deviates from float32.
 
     def grow(self, trial: Trial) -> Run:
         """Add layers until this batch agrees with float32."""
@@ -269,7 +269,7 @@ class _Search:
             self.reasons[entry] = why
 
     def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
-        """Return the smallest layer around a fault, or one that cures the loss."""
+        """Return the smallest layer around a fault, or a chain that fixes the loss."""
         if path is not None:
             inside = self._paths(self.reasons)
             called = {"", *(value.path for value in half.forward)}
@@ -277,7 +277,7 @@ class _Search:
                 path = owner_of(called - {path}, path)
             return None if is_inside(path, *inside) else path
         paths = [value.path for value in half.forward if value.side == "output"]
-        # A tied embedding is called twice: its first output would also be float32.
+        # Skip tied embeddings: they are called twice, and both outputs would change.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
@@ -290,7 +290,7 @@ class _Search:
         return [p for chain in resolve(self._model, where) for p in chain.paths]
 
     def _share(self, paths: Sequence[str]) -> float:
-        """Return the share of parameters that are in these modules."""
+        """Return the share of all parameters that these modules contain."""
         sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
         inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
         return float(inside / max(sum(sizes.values()), 1))

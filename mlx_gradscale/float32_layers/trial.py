@@ -1,4 +1,4 @@
-"""Run a batch forward and backward, and measure inputs and outputs of every layer."""
+"""Run a batch forward and backward, and measure every layer's inputs and outputs."""
 
 import math
 import warnings
@@ -21,7 +21,7 @@ from ..nonfinite import NonFinite
 from .calls import Handler, handled, ordered_modules, owner_of, preserved
 from .layers import float32_layers
 
-# Sums with random signs: 64 of them give the distance between two arrays to about 20
+# 64 sums with random signs give the distance between two arrays to within about 20
 # percent, without storing the arrays.
 _SUMS = 64
 
@@ -30,16 +30,16 @@ class Value:
     """Statistics of a layer's input or output, or of an unscaled gradient.
 
     Attributes:
-        path (str): The layer; for a parameter's gradient, the parameter.
-        caller (str or None): The layer that called it, or that has the parameter; None
+        path (str): The path of the layer, or of the parameter for its gradient.
+        caller (str or None): The layer that made the call or owns the parameter; None
             for the loss function.
         side (str): "input", "output", "input gradient", "output gradient" or "parameter
             gradient".
-        has_gradient (bool): Whether this is a gradient, or a gradient flowed through.
+        has_gradient (bool): Whether this is a gradient, or a gradient reached it.
         other (Value or None): The same value in the reference run, if any.
         counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
-        maximum (float): The largest finite value.
+        maximum (float): The largest finite value, including its sign.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Value:
         self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
-        """Fill in the measured values."""
+        """Set the statistics from an evaluated row of :func:`measure`."""
         counts = map(int, row[:3])
         self.counts = NonFinite(self.path, self.shape, self.dtype, *counts)
         self.largest, self.maximum = map(float, row[3:5])
@@ -82,7 +82,7 @@ class Value:
 
 
 def relative_distance(values: Iterable[Value]) -> float:
-    """Return the joint relative distance of values from those of the reference run."""
+    """Return the relative distance of all values together from the reference run."""
     pairs = [(value.sums, value.other.sums) for value in values if value.other]
     norm = sum(float(np.square(b).sum()) for _, b in pairs)
     off = sum(float(np.square(a - b).sum()) for a, b in pairs)
@@ -99,7 +99,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
     finite = mx.where(is_finite, x, 0.0)
     maximum = mx.max(mx.where(is_finite, x, -math.inf))
     largest = mx.stack([mx.max(mx.abs(finite)), maximum]) / scale
-    # Hash the index: random signs would have to be stored for the next run.
+    # Hash the index to get the same signs in every run without storing them.
     bits = mx.arange(x.size, dtype=mx.uint32) * mx.array(2654435761, mx.uint32)
     bits = (bits ^ (bits >> 15)) * mx.array(2246822519, mx.uint32)
     signs = 1.0 - 2.0 * ((bits >> 16) & 1).astype(mx.float32)
@@ -110,7 +110,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer, or of the loss function, which has path None."""
+    """One call of a layer, or of the loss function if ``path`` is None."""
 
     path: str | None
     inputs: list[Value] = field(default_factory=list)
@@ -122,10 +122,10 @@ class Run:
     """One forward and backward pass, with all values unscaled.
 
     Attributes:
-        values (dict): All values in the order of their computation, by keys that are
-            the same in every run.
-        loss_call (Call): The call of the loss function, containing all others.
-        reference (Run or None): A run in float32 to compare with.
+        values (dict): All values in the order of computation, with keys that are the
+            same in every run.
+        loss_call (Call): The call of the loss function, which contains all others.
+        reference (Run or None): The float32 run to compare with.
     """
 
     def __init__(self, trial: "Trial", scale: float):
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def backward(self) -> list[Value]:
-        """The gradients of layers' inputs and outputs, then those of parameters."""
+        """The gradients of the layers' inputs and outputs, then of the parameters."""
         return [x for x in self.values.values() if x.is_gradient]
 
     @property
@@ -173,12 +173,12 @@ class Run:
         return not abs(self.loss - self.expected_loss) <= allowed
 
     def read(self, loss: mx.array, gradients: Any) -> None:
-        """Evaluate everything, and keep the statistics of the unscaled gradients."""
+        """Evaluate the loss and the statistics of all values, including gradients."""
         for path, x in flatten(gradients):
             if is_floating(x):
                 owner = owner_of(self._paths, path)
                 self._add(Value(x, path, owner, "parameter gradient"))
-        # Free the gradients early.
+        # Drop the references, so that each gradient is freed once it is measured.
         gradients.clear()
         rows = np.array(mx.stack([value.measured for value in self.values.values()]))
         for value, row in zip(self.values.values(), rows, strict=True):
@@ -238,8 +238,8 @@ class Run:
 class Trial:
     """A loss and its arguments, with the options of ``GradScaler.value_and_grad``.
 
-    With a reference run in float32, all values are compared with it, and the loss may
-    differ by ``tolerance``.
+    If ``reference`` is a run in float32, all values are compared with that run, and the
+    loss may differ by ``tolerance``.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Resolve ``where`` to layers: paths, globs, chains, a predicate or a file."""
+"""Resolve ``where`` (paths, globs, chains, a predicate or a file) to layers."""
 
 import difflib
 import os
@@ -25,15 +25,15 @@ class Chain:
 
     entry: str
     paths: list[str]
-    # Whether the last layer also passes float32 on.
+    # Whether the last layer passes float32 on to the loss.
     reaches_loss: bool = False
 
 
 def resolve(model: nn.Module, where: Any) -> list[Chain]:
-    """Return the layers that ``where`` names, without layers nested in others.
+    """Return the layers that ``where`` selects, without those nested in others.
 
     Raises:
-        ValueError: If an entry does not match any layer of the model.
+        ValueError: If an entry matches no layer, or a module without ``__call__``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
@@ -65,8 +65,8 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
         found = [path for path, module in modules.items() if where(path, module)]
         if not found:
             raise ValueError(
-                "The function returned True for none of the modules. It is called with "
-                "the path and the module."
+                "The where function returned True for none of the modules. It receives "
+                "the path of a module and the module itself."
             )
         return found
     entries: list[Any] = list(where) if isinstance(where, Iterable) else [None]
@@ -88,13 +88,13 @@ def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
     paths = found[0]
     for matches in found[1:]:
         between = _between(modules, paths[-1], matches[0])
-        # A layer named by the chain keeps the position where it is named.
+        # A layer that the chain names is listed only where the chain names it.
         paths = [*paths, *(path for path in between if path not in named), *matches]
     return [Chain(entry, paths, reaches_loss)]
 
 
 def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
-    """Return the layers that a model defines between two others."""
+    """Return the layers that the model defines between two others."""
     paths = list(modules)
     return [
         path

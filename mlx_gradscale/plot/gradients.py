@@ -1,4 +1,4 @@
-"""Plot of a gradient histogram over float16's range."""
+"""Plot a gradient histogram over float16's range."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from ..diagnostics.reading import scale_of
 from ..files.text import percent
 from .style import POWER, Figure, Output, new_figure
 
-# The powers to show. The outer bands are wide enough for their labels.
+# The exponents to show. The outer bands are wide enough for their labels.
 _LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
 # The name, the exponents and the color of each range of float16.
 _BANDS = (
@@ -31,8 +31,8 @@ def plot_gradients(
 
     Args:
         gradients (Any): A tree of unscaled gradients, or a histogram from
-            :func:`~mlx_gradscale.diagnostics.gradient_histogram`. For one layer, pass
-            ``histogram.leaves[path]``.
+            :func:`~mlx_gradscale.diagnostics.gradient_histogram`. For one parameter,
+            pass ``histogram.leaves[path]``.
         path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale of the second
             panel. Default: the ``scale`` of the histogram or, if that is 1, its
@@ -52,7 +52,7 @@ def plot_gradients(
     if not isinstance(histogram, GradientHistogram):
         histogram = gradient_histogram(gradients)
     if not histogram.by_power():
-        raise ValueError("Nothing to plot: all gradients are zero or non-finite.")
+        raise ValueError("Nothing to plot: every gradient is zero or non-finite.")
     if scale is None:
         scale = histogram.scale if histogram.scale != 1 else histogram.best_scale
     scale = scale_of(scale)

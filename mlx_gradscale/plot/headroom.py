@@ -1,4 +1,4 @@
-"""Plot of a search for float32 layers: how close each layer comes to 65504."""
+"""Plot how close each layer comes to 65504 in a search for float32 layers."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ..float32_layers import Float32Search, Row
 from .style import Figure, Output, label_powers, new_figure
 
-# Exponents, because the axis is linear: float16's largest and smallest numbers.
+# Exponents of float16's largest and smallest numbers, because the axis is linear.
 _LIMIT, _LOWEST = math.log2(65504.0), -24.0
 _MOST_NAMES = 40
 

@@ -1,4 +1,4 @@
-"""Plot of a run over its steps, and the command ``mlx_gradscale plot``."""
+"""Plots of a run's history, and the command ``mlx_gradscale plot``."""
 
 import argparse
 import math
@@ -69,8 +69,8 @@ def plot_history(
     steps = [record.step for record in records]
     columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
     columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
-    # Exponents on a linear axis: matplotlib's logarithmic axis shows only one label for
-    # a scale that moves between two powers.
+    # Plot exponents on a linear axis: for a scale that moves between two powers,
+    # matplotlib's logarithmic axis shows only one label.
     columns["scale"] = list(map(math.log2, columns["scale"]))
     size = (8.0, 0.7 + 1.55 * len(columns))
     with new_figure(len(columns), size, dark, path) as (figure, panels, colors):

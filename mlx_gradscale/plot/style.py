@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 else:
     Figure = Any
 
-# Where to save a figure.
+# The file to save a figure to, or None.
 Output = str | os.PathLike[str] | None
 
-# Colors by role, for a light and a dark background. They are GitHub's own, so that a
-# plot blends into a README. The last two of eight digits are the opacity.
+# Colors by role, for a light and a dark background. They match GitHub, so that a plot
+# blends into a README. In colors of eight digits, the last two are the opacity.
 _COLORS = {
     "page": ("#ffffff", "#0d1117"),
     "text": ("#24292f", "#e6edf3"),
@@ -46,7 +46,7 @@ _SETTINGS = {
     "legend.fontsize": 8,
     "legend.frameon": False,
 }
-# A power of two by its exponent x, in text and as a tick formatter.
+# Formats the exponent x as a power of two, in text and tick labels.
 POWER = "$2^{{{x:.0f}}}$"
 
 
@@ -64,7 +64,7 @@ def new_figure(
         ) from error
     colors = {role: pair[dark] for role, pair in _COLORS.items()}
     colored = {key: colors[role] for role, keys in _COLORED.items() for key in keys}
-    # A figure created without pyplot opens no window and leaves no global state.
+    # Without pyplot, the figure opens no window and leaves no global state.
     with matplotlib.rc_context(_SETTINGS | colored):
         new = matplotlib.figure.Figure
         figure = new(figsize=size, dpi=130, layout="constrained")

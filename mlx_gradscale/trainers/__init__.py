@@ -1,1 +1,1 @@
-"""Loss scaling inside trainers with their own training loop, such as mlx-lm's."""
+"""Loss scaling for trainers with their own training loop, such as mlx-lm's."""

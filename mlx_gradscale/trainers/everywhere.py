@@ -1,10 +1,10 @@
 """``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-It replaces MLX's gradient functions, optimizer steps and ``mx.compile`` in all threads.
-Gradients come from a scaled loss and update its scale immediately, so that the scale
-adapts no matter what the trainer does with them. A ``GuardedOptimizer`` takes each step
-in place of the trainer's optimizer and shares its state, so the trainer can still read,
-set and pickle it. Functions that the trainer compiles also capture our state.
+The context replaces MLX's gradient functions, optimizer steps and ``mx.compile`` in all
+threads. Gradients come from a scaled loss, and each backward pass updates the scale,
+whatever the trainer does with the gradients. A ``GuardedOptimizer`` takes the steps and
+shares the state of the trainer's optimizer, so the trainer can still read, set and
+pickle this state. Functions that the trainer compiles also capture our own state.
 """
 
 import sys
@@ -47,29 +47,29 @@ def everywhere(
 
     Inside the context, gradients of half-precision models are computed from a scaled
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
-    float32 master weights and skips non-finite steps, in all threads. On exit, MLX's
-    functions are restored, and a warning is issued if all steps were skipped or if only
-    the losses or only the steps of the trainer were intercepted.
+    float32 master weights and skips non-finite steps, in all threads. On exit, the
+    context restores MLX's functions. It warns if all steps were skipped, or if it
+    intercepted only the losses or only the steps of the trainer.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
     Functions that it compiles run uncompiled until their first training step is done.
-    Gradients of a parameter tree are scaled if the tree is the first argument.
+    A parameter tree is supported in place of a model if it is the first argument.
 
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
             found on the first batch.
-        compute_dtype (Dtype, optional): Compute in this dtype for float32 models.
+        compute_dtype (Dtype, optional): The dtype in which float32 models compute.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
             :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find them on the
             first batch. Default: ``None``.
-        **arguments (Any): ``max_grad_norm`` and ``masters``, as for a
+        **arguments (Any): ``max_grad_norm`` and ``masters``, as for
             :class:`LossScaleOptimizer`.
 
     Yields:
-        Everywhere: ``scalers`` lists the scalers in use; ``report()`` returns lines
-        with the numbers of overflowed gradients and applied steps.
+        Everywhere: Its ``scalers`` are the scalers in use. Its ``report()`` says how
+        many gradients overflowed and how many steps were applied.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -85,7 +85,7 @@ def everywhere(
         'AdamW: 1 steps applied, 0 skipped'
     """
     here = Everywhere(init_scale, compute_dtype, float32_layers, arguments)
-    # Raise here if an argument is invalid, not in the trainer's first step.
+    # If an argument is invalid, raise here and not in the trainer's first step.
     here.make_scaler()
     here.make_guard(SGD(0.0), SGD)
     with _lock:
@@ -112,11 +112,11 @@ class Everywhere:
     arguments: dict[str, Any]
     #: The state that compiled functions have to capture.
     state: list[Any] = field(default_factory=list)
-    #: How many losses and steps ran as Python code.
+    #: The number of losses and of steps that ran in Python, traces included.
     calls: Counter[str] = field(default_factory=Counter)
     # Each model with its scaler, and each optimizer with its guard, while they exist.
     _parts: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
-    # All scalers; that of a guard has the name of the optimizer's class.
+    # All scalers, with the class name of the optimizer, or "" for a model's scaler.
     _scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     _has_warned: bool = False
 
@@ -174,7 +174,7 @@ class Everywhere:
         else:
             compute = scaler.value_and_grad(model, fn, self.compute_dtype)
         value, gradients = compute(*args, **kwargs)
-        # Check the scaled arrays if possible: the unscaled may never be computed.
+        # Check the scaled gradients if possible: unscaled ones may never be computed.
         sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
         finite, state = all_finite([x for x, *_ in sources]), scaler.state
         state.update(count_step(state, finite) | next_scale(state, finite))
@@ -188,7 +188,7 @@ class Everywhere:
         guard = self._find(optimizer, make)
         try:
             new = guard.apply_gradients(gradients, parameters)
-        except ValueError:  # there are parameters that it has not seen before
+        except ValueError:  # the guard has not seen some of the parameters
             guard.init(tree_map(lambda _, x: x, gradients, parameters))
             new = guard.apply_gradients(gradients, parameters)
         guard.scaler.state["total"] += 1
@@ -196,7 +196,7 @@ class Everywhere:
         return new
 
     def _find(self, owner: Any, make: _Fn) -> Any:
-        """Return the part of a model or an optimizer, and create it if needed."""
+        """Return the scaler of a model or the guard of an optimizer; create it once."""
         is_step = isinstance(owner, Optimizer)
         self.calls["steps" if is_step else "losses"] += 1
         for known, part in self._parts:
@@ -204,16 +204,16 @@ class Everywhere:
                 return part
         part = make()
         name, scaler = (type(owner).__name__, part.scaler) if is_step else ("", part)
-        # The count is stored in a dict that compiled functions capture anyway.
+        # Store the count in a dict that compiled functions capture anyway.
         scaler.state["total"] = mx.array(0)
         self._scalers.append((name, scaler))
         self._parts.append((weakref.ref(owner), part))
         return part
 
     def refresh(self) -> None:
-        """List our state for compiled functions, and evaluate it.
+        """Update the list of states that compiled functions capture, and evaluate it.
 
-        The trainer evaluates only its own arrays, so the graph of ours would grow.
+        The trainer evaluates only its own arrays, so our graph would keep growing.
         """
         self._parts = [(x, part) for x, part in self._parts if x() is not None]
         self.state[:] = [part.state for _, part in self._parts]
@@ -222,7 +222,7 @@ class Everywhere:
 
     def make_guard(self, optimizer: Optimizer, kind: type) -> GuardedOptimizer:
         """Return a guard for one optimizer."""
-        # A twin with the same attributes, so that the trainer's optimizer can be freed.
+        # Guard a twin that shares all attributes, so that the optimizer can be freed.
         twin: Any = object.__new__(kind)
         twin.__dict__ = vars(optimizer)
         return GuardedOptimizer(twin, **self.arguments)
@@ -257,25 +257,25 @@ def find_first_scale(
 ) -> None:
     """Find the scale on the first batch, so that a short run does not lose steps.
 
-    With an initial scale of 65536 that was halved after each overflow, a run of 42
-    steps lost 13 of them. If the loss or the gradients are non-finite at every scale,
-    the scale does not change, and a warning about the skipped steps follows later.
+    With GradScaler's default initial scale of 65536, a run of 42 steps skipped 13. If
+    the loss or the gradients are non-finite at every scale, the scale does not change,
+    and a warning about the skipped steps follows later.
     """
     from ..diagnostics import calibrate
 
     with suppress(ValueError):
-        # Leave room for later gradients that are 64 times as large. With four times,
+        # Leave room for gradients to grow by a factor of 64. With a factor of four,
         # normalizing_flow of mlx-examples skipped its steepest steps and diverged:
-        # after 100 steps, its loss was 11 percent above float32 instead of 0.2.
+        # after 100 steps, its loss was 11 percent above float32, not 0.2 percent.
         scale = calibrate(
             scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=6
         )
         scaler.update(min(scale, 2.0**16))
         if scale < LOW_SCALE:
             warn_user(
-                "The gradients of the first batch fit into float16 only at a loss "
-                f"scale of {scale:.2g}, where small gradients underflow to zero. "
-                "Compute in bfloat16 or float32 instead."
+                "With a safety margin, the gradients of the first batch fit into "
+                f"float16 only at a loss scale of {scale:.2g}, where small gradients "
+                "underflow to zero. Compute in bfloat16 or float32 instead."
             )
 
 
@@ -289,10 +289,10 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
         )
 
 
-# The replacements of MLX's functions. Their first argument is the original function.
+# Replacements for MLX's functions. Their first argument is the original function.
 
-# Modules that use the originals, as does everything they call: MLX itself, and those
-# in which our own gradients and steps run.
+# These modules, and everything they call, use the original functions: MLX itself, and
+# the modules that compute our own gradients and steps.
 _INTERNAL = (
     "mlx.",
     "mlx_gradscale.core.",
@@ -301,12 +301,12 @@ _INTERNAL = (
 )
 _lock = threading.Lock()
 _replaced = ExitStack()
-#: The contexts that were entered; the last one is active.
+#: The contexts that are open; the last one is active.
 _entered: list[Everywhere] = []
 
 
 def _current() -> Everywhere | None:
-    """Return the active context, or None in calls that the trainer did not make."""
+    """Return the active context; None if the call comes from an internal module."""
     frame = sys._getframe(1) if _entered else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_INTERNAL):
@@ -360,7 +360,7 @@ def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
     @wraps(fn)
     def gradient_fn(*args: Any, **kwargs: Any) -> Any:
         here = _current()
-        is_scaled = hasattr(fn, "has_scaled_gradient")  # comes from scale_loss()
+        is_scaled = hasattr(fn, "has_scaled_gradient")  # from scale_loss()
         if here is None or is_scaled or not here.has_half(model, args):
             return plain(*args, **kwargs)
         return here.differentiate(model, fn, args, kwargs)
@@ -380,7 +380,7 @@ def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) 
         return original(self, gradients, parameters)
     kind = type(self)
     if getattr(kind.apply_gradients, "__wrapped__", None) is not original:
-        # An override has called this with super(). The guard must not call it again.
+        # An override called this through super(). The guard must not call it again.
         kind = type(kind.__name__, (kind,), {"apply_gradients": original})
     return _entered[-1].step(self, kind, gradients, parameters)
 
@@ -404,8 +404,8 @@ def _compile(
 ) -> _Fn:
     """Compile a function; if it trains, also capture our state.
 
-    It runs uncompiled until its first training step is done, because finding the first
-    scale requires reading values, and only then do we know whether it needs our state.
+    The function runs uncompiled until its first training step is done, because finding
+    the first scale reads values, and only that step shows that the function trains.
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}

@@ -23,7 +23,7 @@ _INSTALL = (
     f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
 _DTYPES = ("float16", "bfloat16", "float32")
-# No defaults here, so that a YAML file can set them.
+# No defaults, because mlx-lm reads a value from YAML only if its flag is None.
 _FLAGS: dict[str, dict[str, Any]] = {
     "dtype": {
         "choices": _DTYPES,
@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             the process.
 
     Returns:
-        int: 0 on success, 1 after an error in this package, which is printed on one
-        line, and 130 after Ctrl-C. Errors in mlx-lm are raised, and invalid arguments
-        exit with 2.
+        int: 0 on success; 1 after an error in this package, which is printed on one
+        line; 130 after Ctrl-C. Errors in mlx-lm propagate, and invalid arguments exit
+        with 2.
     """
     return run_command(lambda: _fine_tune(argv))
 
@@ -158,7 +158,7 @@ def read_loss_scale(given: Any) -> Any:
 def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
     from .lora_training import Training
 
-    # A YAML file may contain any value.
+    # The parser does not check values from a YAML file.
     if args.dtype not in (None, *_DTYPES):
         choices = ", ".join(_DTYPES)
         raise ValueError(f"dtype must be one of {choices}, got {args.dtype}.")

@@ -1,7 +1,7 @@
-"""mlx-lm's training loop with loss scaling, checkpoints and a history.
+"""The training loop of ``mlx_gradscale lora``.
 
-This is a separate loop around mlx-lm's loss, batches, validation and progress bar:
-mlx-lm's own loop cannot start in the middle and does not expose the loss of each step.
+It reuses mlx-lm's loss, batches, validation and progress bar, but not mlx-lm's loop,
+which cannot start in the middle and does not expose the loss of each step.
 """
 
 import time
@@ -39,10 +39,10 @@ _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 
 
 class Training:
-    """One run of the command.
+    """One training run of ``mlx_gradscale lora``.
 
     Args:
-        arguments (Any): The arguments of the command, ours and those of mlx-lm.
+        arguments (Any): The parsed arguments, both ours and mlx-lm's.
     """
 
     def __init__(self, arguments: Any):
@@ -110,7 +110,7 @@ class Training:
             float32_layers(model, Path(layers))
 
     def _iterate(self) -> Iterator[Any]:
-        """Yield batches indefinitely, starting after the last iteration."""
+        """Yield batches indefinitely, starting after the last completed iteration."""
         # mlx-lm raises if the dataset has less than one batch.
         n_batches = max(len(self._dataset) // self._args.batch_size, 1)
         first_epoch, n_done = divmod(self._at.iteration, n_batches)
@@ -175,7 +175,7 @@ class Training:
                 self._save_adapters(numbered)
                 ui.report_save(numbered)
             is_due |= it % args.steps_per_save == 0 or is_last
-            # Between updates, the accumulated gradients would have to be saved too.
+            # Save only after an update: checkpoints hold no accumulated gradients.
             if is_due and is_update:
                 is_due = False
                 self._save_checkpoint()
@@ -257,7 +257,7 @@ class Training:
                 )
         self._at = SimpleNamespace(**saved["position"])
         if not self._arguments.lr_schedule:
-            # The learning rate of the command overrides that of the checkpoint.
+            # The command's learning rate overrides the one in the checkpoint.
             self.optimizer.learning_rate = self._arguments.learning_rate
         if self._arguments.iters <= self._at.iteration:
-            rprint("All iterations are done. Raise --iters to continue.")
+            rprint("All iterations are done. Increase --iters to continue.")

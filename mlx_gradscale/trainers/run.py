@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.callback(
             lambda: print(*here.report() or [_NOTHING], sep="\n", file=sys.stderr)
         )
-        # Like Python, use the script's folder, or the current one for a module.
+        # Like Python, first search the script's folder, or for -m the current one.
         folder = os.path.abspath("" if options.module else os.path.dirname(script))
         arguments = [script, *options.arguments]
         stack.enter_context(patch.object(sys, "argv", arguments))
@@ -72,7 +72,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="example: mlx_gradscale run --max-grad-norm 1 train.py --epochs 3",
     )
     add = parser.add_argument
-    add("--init-scale", type=float, help="default: found on the first batch")
+    add("--init-scale", type=float, help="initial loss scale (default: automatic)")
     add("--max-grad-norm", type=float, help="clip gradients to this global norm")
     add(
         "--compute-dtype",

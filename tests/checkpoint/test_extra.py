@@ -34,13 +34,13 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(TEXT, VALUES, max_size=4))
-def test_plain_values_come_back_with_their_types(extra):
+def test_plain_extra_values_are_restored_with_their_types(extra):
     text = json.dumps(encode(extra, {}))
     # repr tells 1 from True, 0.0 from -0.0 and a tuple from a list; NaN is "nan".
     assert repr(decode(json.loads(text), {})) == repr(extra)
 
 
-def test_arrays_anywhere_in_a_value_come_back_bit_identical(tmp_path):
+def test_arrays_nested_in_extra_values_are_restored_bit_identically(tmp_path):
     arrays = {
         "half": mx.arange(6.0).reshape(2, 3).astype(mx.bfloat16),
         "large": mx.array(np.array([2**63, 2**64 - 1], np.uint64)),
@@ -51,14 +51,14 @@ def test_arrays_anywhere_in_a_value_come_back_bit_identical(tmp_path):
     assert bits(found["deep"][0]["a.b"][0]) == bits(arrays)
 
 
-def test_arrays_with_the_same_dotted_path_are_kept_apart(tmp_path):
+def test_extra_arrays_with_the_same_dotted_path_stay_distinct(tmp_path):
     both = {"a.b": mx.array(1), "a": {"b": mx.array(2)}}
     found = saved_and_restored(tmp_path, it=both)["it"]
     assert (found["a.b"].item(), found["a"]["b"].item()) == (1, 2)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"x": x}])
-def test_deepest_value_is_restored_on_any_number_of_ranks(wrap, tmp_path):
+def test_deepest_allowed_value_is_restored_on_any_number_of_ranks(wrap, tmp_path):
     value = None
     for _ in range(98):
         value = wrap(value)
@@ -85,7 +85,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_value_that_could_not_be_read_is_refused_before_writing(kind, tmp_path):
+def test_extra_value_that_cannot_be_restored_is_refused_before_writing(kind, tmp_path):
     value, error, sentence = REFUSED[kind]
     save_checkpoint(tmp_path / "run", *small(), step=1)
     with pytest.raises(error, match=sentence):

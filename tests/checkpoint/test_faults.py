@@ -50,7 +50,7 @@ def killed(tmp_path_factory):
     return sorted(folder.iterdir(), key=lambda path: int(path.name))
 
 
-def test_kill_at_every_point_leaves_whole_checkpoints_and_nothing_for_good(killed):
+def test_kill_at_any_point_leaves_whole_checkpoints_and_no_lasting_files(killed):
     assert len(killed) > 20
     newest = [restored(run) for run in killed]
     assert newest == sorted(newest)  # the old one up to a point, then the new one
@@ -63,7 +63,7 @@ def test_kill_at_every_point_leaves_whole_checkpoints_and_nothing_for_good(kille
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_disk_error_at_every_point_leaves_the_old_checkpoint_or_the_new_one(
+def test_disk_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one(
     code, tmp_path
 ):
     def fail():
@@ -94,7 +94,7 @@ def test_disk_error_at_every_point_leaves_the_old_checkpoint_or_the_new_one(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_reader_finds_a_whole_checkpoint_when_a_writer_replaces_it_meanwhile(tmp_path):
+def test_reader_finds_a_whole_checkpoint_while_a_writer_replaces_it(tmp_path):
     save_checkpoint(tmp_path, *small(0), step=0)
     at = 0
     while True:
@@ -111,7 +111,7 @@ def test_reader_finds_a_whole_checkpoint_when_a_writer_replaces_it_meanwhile(tmp
     assert at > 4
 
 
-def test_two_writers_and_a_reader_never_meet_a_mixture(tmp_path):
+def test_reader_never_sees_a_mixture_of_two_writers(tmp_path):
     save_checkpoint(tmp_path, *small(0), step=0)
     writers = [start("many", tmp_path, 40, first) for first in (100, 200)]
     n_read = 0

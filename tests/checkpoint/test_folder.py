@@ -43,7 +43,7 @@ def save_steps(run, *steps, keep=1):
         save_checkpoint(run, *small(step), keep=keep, step=step)
 
 
-def test_newest_checkpoints_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     run = tmp_path / "deep" / "run"
     save_steps(run, 0, 1, 2, 3, 4, keep=3)
     assert names(run) == ["save-000003", "save-000004", "save-000005"]
@@ -55,7 +55,7 @@ def test_newest_checkpoints_are_kept(tmp_path):
     assert names(run / "save-000006") == FILES
 
 
-def test_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path):
+def test_checkpoint_numbers_beyond_six_digits_sort_numerically(tmp_path):
     save_steps(tmp_path, 0)
     (tmp_path / "save-000001").rename(tmp_path / "save-999999")
     save_steps(tmp_path, 1, 2, keep=2)
@@ -72,7 +72,7 @@ def test_single_checkpoint_is_not_mistaken_for_the_folder_of_a_run(tmp_path):
     assert step_in(tmp_path) == 0
 
 
-def test_other_files_in_the_folder_are_left_alone(tmp_path):
+def test_saving_leaves_other_files_in_the_folder_alone(tmp_path):
     theirs = {
         "training.json",
         "model.safetensors",
@@ -91,7 +91,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in theirs)
 
 
-def test_weights_can_be_loaded_by_mlx(tmp_path):
+def test_checkpoint_weights_can_be_loaded_by_mlx(tmp_path):
     model, optimizer = small(3.0)
     model.set_dtype(mx.bfloat16)
     save_checkpoint(tmp_path, model, optimizer)
@@ -182,7 +182,7 @@ def test_links_to_checkpoints_are_not_followed_inside_a_run(tmp_path):
     assert step_in(tmp_path / "alias") == 0  # the user's own link to the run
 
 
-def test_path_that_is_a_file_is_refused(tmp_path):
+def test_checkpoint_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "run").write_text("mine")
     with pytest.raises(FileExistsError, match="run"):
         save_steps(tmp_path / "run", 0)
@@ -301,7 +301,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_text_is_a_short_error_and_changes_nothing(kind, tmp_path):
+def test_hostile_checkpoint_text_is_a_short_error_and_changes_nothing(kind, tmp_path):
     run = KINDS["GradScaler" if "scale" in kind else "AdamW"]()
     run.optimizer.init(run.model.trainable_parameters())
     save_checkpoint(tmp_path, *run.parts, step=1)

@@ -26,14 +26,14 @@ def test_same_processes_resume_with_their_own_random_state(saved):
     assert first["next"] != second["next"]
 
 
-def test_fresh_processes_with_other_weights_resume_bit_identically(saved):
+def test_new_processes_with_different_weights_resume_bit_identically(saved):
     folder, before = saved
     for now, then in zip(launch(2, folder, "restore"), before, strict=True):
         assert now["again"] == then["next"]
         assert now["restored"] == then["restored"]
 
 
-def test_another_number_of_ranks_starts_from_the_same_state(saved):
+def test_different_number_of_ranks_resumes_from_the_same_state(saved):
     folder, before = saved
     for n, task in ((3, "restore"), (1, "alone")):
         found = launch(n, folder, task)
@@ -62,6 +62,6 @@ def test_failure_on_one_rank_raises_on_all_and_changes_nothing(saved):
     assert second["unchanged"]
 
 
-def test_shards_are_refused_on_every_rank(saved):
+def test_sharded_model_is_refused_on_every_rank(saved):
     for report in saved[1]:
         assert "The ranks differ in 'model.layers.0.weight'" in report["shards"]

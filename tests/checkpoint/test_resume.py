@@ -43,7 +43,7 @@ def started(kind, steps=6):
 
 
 @parametrize_kinds(*KINDS)
-def test_run_restored_in_place_or_into_fresh_objects_continues_bit_identically(
+def test_run_restored_in_place_or_into_new_objects_resumes_bit_identically(
     kind, tmp_path
 ):
     run = started(kind)
@@ -64,7 +64,7 @@ def test_run_restored_in_place_or_into_fresh_objects_continues_bit_identically(
 
 
 @parametrize_kinds("AdamW", "LossScaleOptimizer", "compiled LossScaleOptimizer")
-def test_fresh_process_continues_bit_identically(kind, tmp_path):
+def test_new_process_resumes_bit_identically(kind, tmp_path):
     run = started(kind)
     save_checkpoint(tmp_path / "run", *run.parts, step=6)
     command = [sys.executable, str(TESTS / "support" / "checkpoint_runs.py"), kind]
@@ -260,7 +260,7 @@ def initialize(run):
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("prepare", [lambda run: run, initialize])
-def test_mismatch_is_named_and_changes_nothing(wrong, prepare, tmp_path):
+def test_error_names_a_mismatch_and_restores_nothing(wrong, prepare, tmp_path):
     make_saved, make_other, message = WRONG[wrong]
     save_checkpoint(tmp_path / "run", *initialize(make_saved()).parts)
     other = prepare(make_other())
@@ -271,7 +271,7 @@ def test_mismatch_is_named_and_changes_nothing(wrong, prepare, tmp_path):
     assert state_of(other) == before
 
 
-def test_setting_of_the_wrapper_is_not_mistaken_for_that_of_its_optimizer(tmp_path):
+def test_wrapper_setting_is_not_mistaken_for_a_setting_of_its_optimizer(tmp_path):
     class Clipping(optim.SGD):
         max_grad_norm = None
 
@@ -285,7 +285,7 @@ def test_setting_of_the_wrapper_is_not_mistaken_for_that_of_its_optimizer(tmp_pa
         restore_checkpoint(tmp_path, *half(Clipping()).parts)
 
 
-def test_missing_schedule_warns_at_the_call(tmp_path):
+def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
     run = started("schedule", 1)
     save_checkpoint(tmp_path, *run.parts)
     other = Run(optim.AdamW(1e-2, bias_correction=True))
@@ -296,7 +296,7 @@ def test_missing_schedule_warns_at_the_call(tmp_path):
     assert [warning.filename for warning in w] == [__file__]
 
 
-def test_checkpoint_of_weights_alone_says_how_to_load_them(tmp_path):
+def test_checkpoint_without_an_optimizer_says_how_to_load_its_weights(tmp_path):
     run = started("AdamW", 1)
     save_checkpoint(tmp_path, run.model, optim.Optimizer())
     with pytest.raises(ValueError, match=r"saved with Optimizer, .*load_weights"):
@@ -331,7 +331,7 @@ def test_saving_within_an_iteration_is_refused(tmp_path):
         save_checkpoint(tmp_path / "run", *run.parts)
 
 
-def test_misuse_raises_before_anything_is_written(tmp_path):
+def test_wrong_checkpoint_arguments_raise_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
     with pytest.raises(AttributeError, match=r"'AdamW' .* no attribute 'parameters'"):
         save_checkpoint(tmp_path / "run", run.optimizer, run.model)
@@ -352,7 +352,7 @@ class TupleState(optim.SGD):
         state["pair"] = (parameter, 1)
 
 
-def test_arrays_in_a_tuple_of_the_state_are_refused(tmp_path):
+def test_optimizer_state_with_arrays_in_a_tuple_is_not_saved(tmp_path):
     model, optimizer = nn.Linear(2, 2), TupleState(0.1)
     optimizer.init(model.trainable_parameters())
     with pytest.raises(TypeError, match=r"'weight\.pair\.0' in a tuple.*Use a list"):
@@ -430,7 +430,7 @@ def test_schedule_that_returns_python_numbers_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize("saved", ["float32", "remainder"])
-def test_checkpoint_of_one_kind_of_masters_restores_into_the_other(saved, tmp_path):
+def test_checkpoint_with_one_kind_of_masters_restores_into_the_other(saved, tmp_path):
     runs = {
         kind: half(optim.AdamW(1e-2), masters=kind) for kind in ("float32", "remainder")
     }

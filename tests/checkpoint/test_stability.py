@@ -29,7 +29,7 @@ VERSIONS = sorted(path for path in SAVED.iterdir() if path.name[0].isdigit())
 EVERY = pytest.mark.parametrize("folder", VERSIONS, ids=lambda path: path.name)
 
 
-def test_there_are_files_of_this_version():
+def test_golden_files_exist_for_the_current_version():
     assert SAVED / __version__ in VERSIONS
 
 
@@ -45,7 +45,7 @@ def test_scaler_files_of_every_release_load(folder, suffix):
 
 @EVERY
 @pytest.mark.parametrize("source", ["checkpoint", "state.safetensors"])
-def test_run_of_every_release_continues_as_an_unbroken_one(folder, source):
+def test_run_saved_by_every_release_resumes_like_an_uninterrupted_run(folder, source):
     unbroken, optimizer = make_run()
     steps(unbroken, optimizer)
     weights = unbroken.parameters()
@@ -66,7 +66,7 @@ def test_run_of_every_release_continues_as_an_unbroken_one(folder, source):
 
 
 @EVERY
-def test_converted_run_of_every_release_goes_back_to_pytorch(folder, tmp_path):
+def test_run_converted_by_every_release_converts_back_to_pytorch(folder, tmp_path):
     model, scaler = nn.Linear(2, 1), GradScaler(4.0)
     restore_checkpoint(folder / "run", model, Optimizer(), scaler)
     assert mx.array_equal(model.weight, mx.ones((1, 2)))

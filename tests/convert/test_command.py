@@ -37,7 +37,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_direction_is_that_of_the_path_that_exists(tmp_path, capsys):
+def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys):
     where = paths(tmp_path)
     assert "Neither" in fails(capsys, *where)
     paths(tmp_path, usual())
@@ -50,7 +50,7 @@ def test_direction_is_that_of_the_path_that_exists(tmp_path, capsys):
     assert main([*where, "--to", "torch", "--overwrite"]) == 0
 
 
-def test_success_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
+def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
     assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
     said = capsys.readouterr()
     assert f"build_optimizer('{tmp_path / 'run'}')" in said.out
@@ -74,7 +74,7 @@ def test_success_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
         (["--limit", "operations=5"], "--limit operations=..."),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(flags, word, tmp_path, capsys):
+def test_convert_errors_take_one_line_and_leave_no_files(flags, word, tmp_path, capsys):
     where = paths(tmp_path, usual())
     assert word in fails(capsys, *where, *flags)
     assert not (tmp_path / "run").exists()
@@ -100,7 +100,7 @@ def test_rename_is_split_at_the_last_equals_sign(tmp_path):
     assert "fc.weight" in read_checkpoint(tmp_path / "run").weights
 
 
-def test_weights_can_go_to_safetensors_and_more_cannot(tmp_path, capsys):
+def test_safetensors_output_is_accepted_only_for_weights_alone(tmp_path, capsys):
     pt.save(tmp_path / "a.pt", small()[0])
     forward(tmp_path / "a.pt", tmp_path / "run")
     forward(tmp_path / "b.safetensors", tmp_path / "run")
@@ -136,7 +136,7 @@ def test_float64_tensors_are_rounded_in_mlx_and_come_back_as_float64(tmp_path, c
     assert torch.equal(moment, want.float().double())
 
 
-def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
+def test_single_save_of_a_run_converts_back_with_the_template_of_the_run(tmp_path):
     assert main(paths(tmp_path, usual())) == 0
     forward(tmp_path / "b.pt", tmp_path / "run/save-000001")
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
@@ -179,7 +179,7 @@ def test_source_inside_the_target_is_refused(inside, tmp_path, capsys):
     assert "separate paths" in fails(capsys, *where, "--to", "mlx", "--overwrite")
 
 
-def test_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+def test_interrupted_conversion_leaves_no_files(tmp_path, capsys, monkeypatch):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
@@ -196,7 +196,7 @@ def test_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch)
     assert not (tmp_path / "run/template.pt").exists()
 
 
-def test_command_needs_no_torch_and_no_module_of_the_folder_shadows_another(tmp_path):
+def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):
     """A folder with its own json.py and numpy.py still converts."""
     for name in ("json", "numpy", "zipfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")

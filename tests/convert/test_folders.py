@@ -51,7 +51,7 @@ def trainer_folder(path, schedule=True):
     return path
 
 
-def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
+def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn):
     source = trainer_folder(tmp_path / "checkpoint-3")
     model = Small()
     run = load_torch(source, model, Options(names=NAMES))
@@ -79,7 +79,7 @@ def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
     assert run.template["trainer_state.json"]["global_step"] == 3
 
 
-def test_sgd_of_a_trainer_starts_at_its_global_step(tmp_path, recwarn):
+def test_trainer_run_with_sgd_starts_at_its_global_step(tmp_path, recwarn):
     source = trainer_folder(tmp_path / "in")
     pt.save(source / "optimizer.pt", small()[1])
     model = Small()
@@ -98,7 +98,7 @@ def test_sgd_of_a_trainer_starts_at_its_global_step(tmp_path, recwarn):
         assert any("SGD saves no step count" in note for note in run.notes)
 
 
-def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwarn):
+def test_step_counters_that_the_user_set_are_not_overwritten(tmp_path, recwarn):
     model = Small()
     run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
     take_step(model, run.optimizer)
@@ -111,7 +111,7 @@ def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwar
     assert "scheduler" not in notes[0]
 
 
-def test_command_takes_a_folder_there_and_back(tmp_path, capsys):
+def test_convert_command_round_trips_a_folder(tmp_path, capsys):
     source = trainer_folder(tmp_path / "in")
     (tmp_path / "names").write_text("\n".join(NAMES))
     forward(source, tmp_path / "run", "--names", str(tmp_path / "names"))
@@ -130,7 +130,7 @@ def identical_or_text(a, b):
         identical(a, b)
 
 
-def test_accelerate_folder_of_two_models_converts_one_after_the_other(tmp_path):
+def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     for i, end in enumerate(("", "_1")):
@@ -157,7 +157,7 @@ def test_accelerate_folder_of_two_models_converts_one_after_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["safetensors", "bin"])
-def test_model_in_several_files_comes_back_as_one(end, tmp_path):
+def test_sharded_model_comes_back_as_one_file(end, tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     weights = dict(small()[0])
@@ -228,7 +228,7 @@ def peft_folder(path):
     return names, weights
 
 
-def test_peft_lora_of_a_trainer_continues_in_mlx_and_comes_back(tmp_path, recwarn):
+def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
     names, weights = peft_folder(tmp_path / "in")
     model = lora_model()
     with pytest.raises(ConvertError, match=r"safetensors.*--names"):
@@ -257,7 +257,7 @@ def test_peft_lora_of_a_trainer_continues_in_mlx_and_comes_back(tmp_path, recwar
     assert (tmp_path / "out/adapter_config.json").exists()
 
 
-def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
+def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, capsys):
     names, weights = peft_folder(tmp_path / "in")
     (tmp_path / "names").write_text("\n".join(names))
     flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
@@ -292,7 +292,7 @@ def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
         ({"notes.txt": b"x"}, "contains no file with a name"),
     ],
 )
-def test_folders_of_other_kinds_are_explained(files, word, tmp_path):
+def test_unsupported_folder_error_names_its_kind(files, word, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ConvertError, match=word):
@@ -325,7 +325,7 @@ def test_folder_with_foreign_files_is_not_replaced(tmp_path, capsys):
     ["../victim.pt", "/victim.pt", "a/../victim.pt", "..", "", "x/y/model.bin",
      "model\n.bin", "victim.py", "train.sh", "a/train.py"],
 )  # fmt: skip
-def test_template_names_no_file_outside_the_folder_or_of_another_kind(name, tmp_path):
+def test_template_cannot_refer_to_files_outside_its_folder(name, tmp_path):
     source = trainer_folder(tmp_path / "in", schedule=False)
     model = Small()
     run = load_torch(source, model, Options(names=NAMES))
@@ -361,7 +361,7 @@ def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
     load_torch(source, Small(), Options(names=NAMES))
 
 
-def test_folder_of_distributed_checkpoints_names_pytorchs_command(tmp_path):
+def test_distributed_checkpoint_error_names_the_pytorch_command(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"x")
     with pytest.raises(ValueError, match="dcp_to_torch"):
         load_torch(tmp_path, Small())

@@ -39,7 +39,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_recognized_and_read(name):
+def test_every_scaler_format_is_recognized_and_read(name):
     state, more = STATES[name]
     assert recognize(state) == name
     with warnings.catch_warnings(record=True) as said:
@@ -50,7 +50,7 @@ def test_every_format_is_recognized_and_read(name):
     assert len(said) == (name != "torch")
 
 
-def test_settings_that_megatron_does_not_save_are_warned_about():
+def test_warning_names_settings_that_megatron_does_not_save():
     state = {"scale": np.array([1024.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
     with pytest.warns(FormatWarning) as said:
         got = read_state(state)
@@ -126,7 +126,7 @@ STEPS = st.lists(st.booleans(), max_size=20)
 
 @settings(deadline=None)
 @given(STEPS, STEPS)
-def test_a_megatron_run_continues_with_what_is_left_of_its_hysteresis(before, after):
+def test_megatron_run_resumes_with_its_remaining_hysteresis(before, after):
     theirs = Megatron(3, hysteresis=2)
     for finite in before:
         theirs.update(finite)
@@ -135,14 +135,14 @@ def test_a_megatron_run_continues_with_what_is_left_of_its_hysteresis(before, af
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 6), STEPS, STEPS)
-def test_deepspeed_grows_at_the_same_steps(window, before, after):
+def test_converted_deepspeed_scale_grows_at_the_same_steps(window, before, after):
     theirs = DeepSpeed(window)
     for finite in [*before, True]:  # one finite step: the exact case
         theirs.update(finite)
     continue_with(theirs, after[: after.index(False)] if False in after else after)
 
 
-def test_several_apex_losses_are_an_error_that_says_how():
+def test_several_apex_losses_are_an_error_that_says_how_to_pick_one():
     one = {"loss_scale": 1.0, "unskipped": 0}
     with pytest.raises(ValueError, match=r"state\['loss_scaler0'\]"):
         read_state({"loss_scaler0": one, "loss_scaler1": one})
@@ -164,12 +164,12 @@ def test_several_apex_losses_are_an_error_that_says_how():
         (TORCH | {"scale": np.zeros(2)}, "scale"),
     ],
 )
-def test_bad_states_are_refused_by_name(state, word):
+def test_bad_scaler_state_is_refused_and_its_fault_named(state, word):
     with pytest.raises(ValueError, match=word):
         read_state(state)
 
 
-def test_unknown_names_are_refused():
+def test_unknown_scaler_formats_and_incomplete_states_are_refused():
     with pytest.raises(ValueError, match="is not a scaler format"):
         read_state(TORCH, "caffe")
     with pytest.raises(ValueError, match="apex scaler state has no 'loss_scale'"):

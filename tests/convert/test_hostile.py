@@ -125,7 +125,7 @@ def attempt(checkpoint):
     return ""
 
 
-def test_time_and_memory_of_all_bombs_are_bounded():
+def test_malicious_checkpoints_take_bounded_time_and_memory():
     code = (
         "import re, resource, time\n"
         "from convert.test_hostile import attempt, bombs\n"
@@ -153,7 +153,7 @@ def test_time_and_memory_of_all_bombs_are_bounded():
     assert peak < 1e9
 
 
-def test_mutated_trees_convert_or_are_documented_errors(tmp_path):
+def test_mutated_trees_convert_or_raise_documented_errors(tmp_path):
     path = ROOT / "tools" / "fuzz_convert.py"
     spec = importlib.util.spec_from_file_location("fuzz_convert", path)
     module = importlib.util.module_from_spec(spec)
@@ -182,7 +182,7 @@ def test_mutated_trees_convert_or_are_documented_errors(tmp_path):
         (("scaler", "growth_interval"), 2**200),
     ],
 )
-def test_damaged_value_is_an_error_that_names_it(place, value, tmp_path):
+def test_damaged_value_in_a_checkpoint_is_named_in_the_error(place, value, tmp_path):
     checkpoint = usual()
     container = checkpoint
     for key in place[:-1]:
@@ -229,7 +229,7 @@ def test_limits_of_reading_a_template_can_be_changed(tmp_path):
         save_torch(tmp_path / "b.pt", Small(), like=like, options=Options(limits=few))
 
 
-def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
+def test_template_is_not_mistaken_for_a_checkpoint(tmp_path, capsys):
     assert main(paths(tmp_path, usual())) == 0
     file = str(tmp_path / "run" / TEMPLATE)
     where = ["--torch-path", file, "--mlx-path", str(tmp_path / "b"), *SMALL]

@@ -33,7 +33,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_large_objects_are_not_read_again_each_time_they_appear(kind, tmp_path):
+def test_large_object_that_appears_many_times_is_read_once(kind, tmp_path):
     again = b"q\x00" + b"h\x00" * 15_000
     path = tmp_path / "a.pt"
     path.write_bytes(pickled(b"(" + OBJECTS[kind] + again + b"t"))
@@ -42,7 +42,7 @@ def test_large_objects_are_not_read_again_each_time_they_appear(kind, tmp_path):
     assert time.process_time() - start < 10
 
 
-def test_deep_empty_long_and_odd_values_take_one_line_each(tmp_path):
+def test_every_unusual_value_is_listed_on_one_line(tmp_path):
     deep = {"a": 1, "b": 2}
     for _ in range(12):
         deep = {"x": deep}
@@ -71,14 +71,14 @@ def test_pytorch_checkpoint_is_listed_with_shapes_and_values(capsys):
     assert "epoch 3" in lines
 
 
-def test_json_says_the_same(capsys):
+def test_json_output_equals_the_described_checkpoint(capsys):
     found = json.loads(said(capsys, GOLDEN / "conv_adamw.pt", "--json"))
     assert found == describe(GOLDEN / "conv_adamw.pt")
     (tensor,) = [e for e in found["entries"] if e["name"] == "model/features.0.weight"]
     assert (tensor["shape"], tensor["dtype"]) == ([4, 2, 3, 3], "float32")
 
 
-def test_no_tensor_is_read(tmp_path):
+def test_inspecting_a_file_reads_no_tensor_data(tmp_path):
     """A file whose tensors are damaged is listed all the same."""
     pt.save(tmp_path / "a.pt", {"w": mx.arange(1000)})
     data = bytearray((tmp_path / "a.pt").read_bytes())
@@ -135,7 +135,7 @@ def test_control_characters_are_escaped(tmp_path, capsys):
     assert r"a\r\x1b]0;b" in text
 
 
-def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
+def test_inspect_errors_take_one_line_and_limits_can_be_raised(tmp_path, capsys):
     for file in ("missing.pt", "bad.pt", "bad.safetensors", "bad.json"):
         if file.startswith("bad"):
             (tmp_path / file).write_bytes(b"garbage")

@@ -46,7 +46,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_layers_compute_the_same(kind):
+def test_converted_layer_computes_the_same_outputs(kind):
     torch = pytest.importorskip("torch")
     positional, keywords, *shapes = LAYERS[kind]
     name = kind.split()[0]
@@ -65,9 +65,7 @@ def test_layers_compute_the_same(kind):
     ("groups", "settings", "is_equal"),
     [(2, {}, False), (2, {"pytorch_compatible": True}, True), (1, {}, True)],
 )
-def test_group_norm_that_computes_something_else_is_reported(
-    groups, settings, is_equal
-):
+def test_group_norm_with_different_results_is_reported(groups, settings, is_equal):
     torch = pytest.importorskip("torch")
     theirs, ours = torch.nn.GroupNorm(groups, 4), nn.GroupNorm(groups, 4, **settings)
     plan = convert(state_dict(theirs), ours)
@@ -79,7 +77,7 @@ def test_group_norm_that_computes_something_else_is_reported(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_fused_attention_computes_the_same(bias):
+def test_fused_attention_computes_the_same_outputs_after_conversion(bias):
     torch = pytest.importorskip("torch")
     theirs = torch.nn.MultiheadAttention(8, 2, bias=bias, batch_first=True)
     ours = nn.MultiHeadAttention(8, 2, bias=bias)
@@ -91,7 +89,7 @@ def test_fused_attention_computes_the_same(bias):
     np.testing.assert_allclose(np.array(ours(a, a, a)), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_transformer_layer_by_renames_alone():
+def test_transformer_layer_converts_with_renames_alone():
     torch = pytest.importorskip("torch")
     theirs = torch.nn.TransformerEncoderLayer(
         8, 2, 16, dropout=0.0, batch_first=True, norm_first=True
@@ -118,7 +116,7 @@ class Net(nn.Module):
         self.blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
-def test_sequential_and_list_names_and_batchnorm_buffers():
+def test_sequential_and_list_names_and_batchnorm_buffers_convert():
     torch = pytest.importorskip("torch")
     features = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3),
@@ -159,7 +157,7 @@ WRAPPED = [
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("renamed", [False, True])
-def test_wrappers_are_left_out_of_names_and_put_back(wrapped, renamed):
+def test_wrapper_prefixes_are_removed_from_names_and_restored(wrapped, renamed):
     start = "x." if renamed else ""
     tensors = {wrapped.format(start + n): x for n, x in net_tensors().items()}
     options = Options(rename=lambda name: re.sub(r"^x\.", "", name))
@@ -169,7 +167,7 @@ def test_wrappers_are_left_out_of_names_and_put_back(wrapped, renamed):
     assert plan.entries.keys() | set(plan.torch_only) == tensors.keys()
 
 
-def test_missing_and_extra_names_are_listed():
+def test_error_lists_missing_and_extra_names():
     tensors = net_tensors()
     del tensors["blocks.1.bias"]
     tensors["head.weight"] = mx.zeros((2, 2))
@@ -177,13 +175,13 @@ def test_missing_and_extra_names_are_listed():
         make_plan(tensors, Net())
 
 
-def test_dropped_tensors_are_kept_apart():
+def test_dropped_tensors_are_kept_for_pytorch_only():
     extra = {"mask": mx.zeros((2, 2)), "blocks.0._extra_state": mx.zeros(3, mx.uint8)}
     plan = make_plan(net_tensors() | extra, Net(), Options(drop=("mask",)))
     assert plan.torch_only == tuple(extra)
 
 
-def test_wrong_shapes_are_named():
+def test_error_names_tensors_with_wrong_shapes():
     tensors = net_tensors()
     tensors["blocks.0.weight"] = mx.zeros((5, 4))
     with pytest.raises(ConvertError, match=r"blocks\.0\.weight has shape \(5, 4\)"):
@@ -195,13 +193,13 @@ def test_wrong_shapes_are_named():
         make_plan(tensors, Net())
 
 
-def test_two_names_cannot_become_one():
+def test_renaming_two_tensors_to_one_name_is_refused():
     tensors = {"a": mx.zeros(2), "b": mx.zeros(2)}
     with pytest.raises(ConvertError, match="would both become a"):
         make_plan(tensors, Holder({"a": tensors["a"]}), Options(rename=lambda _: "a"))
 
 
-def test_tied_weights_are_kept_once():
+def test_tied_weights_are_stored_once():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,7 +217,7 @@ def test_tied_weights_are_kept_once():
         make_plan(tensors, Holder(apart))
 
 
-def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
+def test_tied_name_that_mlx_lacks_may_come_first_or_be_dropped():
     weight = mx.ones((5, 3))
     tensors = {"a": weight, "table": weight}
     want = {"a": "table"}
@@ -235,7 +233,7 @@ class Custom(nn.Module):
         self.table = mx.zeros(shape)
 
 
-def test_a_layer_of_ones_own_keeps_its_layout_unless_another_fits_too():
+def test_custom_layer_keeps_its_layout_unless_another_layout_matches_too():
     plan = make_plan({"table": mx.zeros((1, 7, 5))}, Custom(1, 7, 5))
     assert plan.entries["table"].layout == "same"
     for shape, mlx in (((4, 4, 4), (4, 4, 4)), ((4, 3, 5), (4, 5, 3))):
@@ -258,7 +256,7 @@ def test_patterns_that_match_nothing_and_unknown_layouts_are_errors():
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from([*AXES, FUSED]), st.integers(1, 3), st.data())
-def test_every_layout_there_and_back(layout, spatial, data):
+def test_every_layout_survives_a_round_trip(layout, spatial, data):
     size = st.integers(1, 4)
     ndim = 2 if layout == "split_qkv" else spatial + 2
     shape = [data.draw(size) for _ in range(ndim)]

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 
 @EVERY
 @pytest.mark.parametrize("k", [1, 7])
-def test_mlx_continues_where_pytorch_stopped(kind, k, tmp_path):
+def test_mlx_resumes_where_pytorch_stopped(kind, k, tmp_path):
     theirs = Side(kind).steps(range(k))
     mine = Mine(theirs.save(tmp_path / "a.pt"))
     own = build_optimizer(mine.run.template)
@@ -38,7 +38,7 @@ def test_mlx_continues_where_pytorch_stopped(kind, k, tmp_path):
 
 
 @EVERY
-def test_pytorch_continues_where_mlx_stopped(kind, tmp_path):
+def test_pytorch_resumes_where_mlx_stopped(kind, tmp_path):
     theirs = Side(kind).steps(range(2))
     mine = Mine(theirs.save(tmp_path / "a.pt")).steps(range(2, 9))
     again = Side(kind).load(mine.save(tmp_path / "b.pt")).steps(range(9, 29))
@@ -51,7 +51,7 @@ def test_pytorch_continues_where_mlx_stopped(kind, tmp_path):
 
 @EVERY
 @pytest.mark.parametrize("k", [0, 3])
-def test_there_and_back_is_equal_in_every_bit(kind, k, tmp_path):
+def test_optimizer_state_round_trip_is_bit_identical(kind, k, tmp_path):
     path = Side(kind).steps(range(k)).save(tmp_path / "a.pt")
     mine = Mine(path)
     # lion_pytorch may decay its weights in another way.
@@ -60,7 +60,7 @@ def test_there_and_back_is_equal_in_every_bit(kind, k, tmp_path):
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-def test_groups_become_a_multi_optimizer(tmp_path):
+def test_parameter_groups_become_a_multi_optimizer(tmp_path):
     theirs = Side("AdamW")
     a, bias, b = theirs.params.values()
     groups = [{"params": [a, b], "lr": 0.05}, {"params": [bias], "weight_decay": 0.0}]
@@ -135,7 +135,7 @@ def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 3.0, mx.array([3.0])])
-def test_step_counts_of_older_pytorch_come_back_in_their_type(step, tmp_path):
+def test_step_counts_of_older_pytorch_versions_keep_their_type(step, tmp_path):
     theirs = Side("Adam").steps(range(3))
     for state in theirs.optimizer.state.values():
         is_array = isinstance(step, mx.array)
@@ -157,7 +157,7 @@ def test_learning_rate_keeps_its_digits_and_type_until_mlx_changes_it(lr, tmp_pa
         assert (got, type(got)) == (want, type(lr))
 
 
-def test_settings_that_changed_in_mlx_are_written(tmp_path):
+def test_settings_changed_in_mlx_are_written_back(tmp_path):
     mine = Mine(Side("AdamW").steps(range(1)).save(tmp_path / "a.pt"))
     mine.optimizer.betas, mine.optimizer.weight_decay = [0.5, 0.6], 0.7
     back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
@@ -169,7 +169,7 @@ def test_settings_that_changed_in_mlx_are_written(tmp_path):
     mine.save(tmp_path / "c.pt", accept=("bias_correction",))
 
 
-def test_parameters_without_state_are_named_and_come_back_without(tmp_path):
+def test_parameters_without_optimizer_state_are_reported_and_stay_without(tmp_path):
     theirs = Side("Adam").steps(range(1), names=("a.weight", "a.bias"))
     path = theirs.save(tmp_path / "a.pt")
     mine = Mine(path)
@@ -177,14 +177,14 @@ def test_parameters_without_state_are_named_and_come_back_without(tmp_path):
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-def test_parameter_that_stayed_at_zero_in_mlx_has_counted_the_steps(tmp_path):
+def test_parameter_with_zero_moments_gets_the_step_count_of_mlx(tmp_path):
     mine = Mine(Side("Adam").save(tmp_path / "a.pt"))
     mine.optimizer.state["step"] = mx.array(5, mx.uint64)
     back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)["optimizer"]
     assert [state["step"].item() for state in back["state"].values()] == [5, 5, 5]
 
 
-def test_step_that_is_no_count_is_not_written(tmp_path):
+def test_invalid_step_count_is_not_written(tmp_path):
     mine = Mine(Side("Adam").steps(range(1)).save(tmp_path / "a.pt"))
     for step in (float("nan"), float("inf"), -1.0):
         mine.optimizer.state["step"] = mx.array(step)
@@ -192,7 +192,7 @@ def test_step_that_is_no_count_is_not_written(tmp_path):
             mine.save(tmp_path / "b.pt")
 
 
-def test_what_schedules_put_into_the_groups_comes_back(tmp_path):
+def test_keys_that_schedules_add_to_the_groups_survive_a_round_trip(tmp_path):
     theirs = Side("AdamW")
     schedule = torch.optim.lr_scheduler
     schedule.OneCycleLR(theirs.optimizer, 0.1, total_steps=10)
@@ -212,7 +212,7 @@ def test_what_schedules_put_into_the_groups_comes_back(tmp_path):
         if isinstance(cls, type) and torch.optim.Optimizer in cls.__mro__[1:]
     ],
 )
-def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
+def test_pytorch_optimizers_are_not_mistaken_for_each_other(cls):
     p = torch.nn.Parameter(torch.ones(3, 3))
     optimizer = cls([p])
     before = optimizer.state_dict()
@@ -235,7 +235,7 @@ def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
                 recognize(held["param_groups"], slots)
 
 
-def test_old_adam_with_decay_needs_its_name():
+def test_adam_with_decay_from_old_pytorch_must_be_named():
     held = Side("AdamW").steps(range(1)).optimizer.state_dict()
     slots = ["step", "exp_avg", "exp_avg_sq"]
     for group in held["param_groups"]:
@@ -262,7 +262,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "key"), REFUSED)
-def test_what_mlx_computes_differently_is_refused_until_accepted(
+def test_option_that_mlx_computes_differently_is_refused_until_accepted(
     kind, changes, key, tmp_path
 ):
     theirs = Side(kind, **changes).steps(range(2))
@@ -281,7 +281,7 @@ def test_what_mlx_computes_differently_is_refused_until_accepted(
         assert_close(mine, theirs.steps(range(2, 22)))
 
 
-def test_group_key_that_is_not_the_optimizers_is_refused_until_accepted(tmp_path):
+def test_unknown_group_key_is_refused_until_accepted(tmp_path):
     theirs = Side("SGD momentum")  # another rule in SGD's clothes
     theirs.optimizer.param_groups[0]["trust_coefficient"] = 0.001
     path = theirs.steps(range(2)).save(tmp_path / "a.pt")
@@ -291,7 +291,7 @@ def test_group_key_that_is_not_the_optimizers_is_refused_until_accepted(tmp_path
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-def test_wrong_options_are_named(tmp_path):
+def test_error_names_the_wrong_optimizer_option(tmp_path):
     path = Side("SGD").save(tmp_path / "a.pt")
     for options, word in (
         ({"optimizer": "Adam"}, "does not belong to Adam"),
@@ -301,7 +301,7 @@ def test_wrong_options_are_named(tmp_path):
             Mine(path, **options)
 
 
-def test_learning_rates_that_do_not_fit_the_groups_are_refused(tmp_path):
+def test_learning_rates_that_do_not_match_the_groups_are_refused(tmp_path):
     theirs = Side("SGD")
     values = list(theirs.params.values())
     groups = [{"params": values[:1], "lr": 0.5}, {"params": values[1:]}]

@@ -47,13 +47,13 @@ LAYERS = named(a__weight=(3, 2), a__bias=(3,), n__weight=(3,), n__bias=(3,),
                b__weight=(2, 3), b__bias=(2,))  # fmt: skip
 
 
-def test_decay_groups_are_dealt_out_by_shape():
+def test_parameters_are_assigned_to_decay_groups_by_shape():
     decay = [n for n, t in LAYERS.items() if t.ndim == 2]
     state, want = adam_state([decay, [n for n in LAYERS if n not in decay]], LAYERS)
     assert find(state, LAYERS)[0] == want
 
 
-def test_names_in_the_models_order_are_dealt_to_a_trainers_groups():
+def test_names_in_model_order_are_assigned_to_the_trainer_groups():
     tensors = named(a__weight=(3, 2), a__bias=(3,), n__weight=(3,), b__weight=(3, 2))
     decay = [n for n, t in tensors.items() if t.ndim == 2]
     rest = [n for n in tensors if n not in decay]
@@ -65,7 +65,7 @@ def test_names_in_the_models_order_are_dealt_to_a_trainers_groups():
         find(state, tensors, is_ordered=False, names=(*decay, *rest))
 
 
-def test_buffers_are_not_parameters():
+def test_buffers_are_not_taken_for_parameters():
     tensors = named(w=(3, 2), z=(5,), bn__weight=(3,), bn__bias=(3,))
     for buffer in ("running_mean", "running_var", "num_batches_tracked"):
         tensors[f"bn.{buffer}"] = mx.zeros(3)
@@ -77,7 +77,7 @@ def test_buffers_are_not_parameters():
     assert find(state, tensors)[0] == want
 
 
-def test_doubt_is_an_error_that_asks_for_names():
+def test_ambiguous_order_is_an_error_that_asks_for_names():
     tensors = named(a=(3,), b=(3,), c=(3,))
     state, _ = adam_state([["a", "c"], ["b"]], tensors)
     with pytest.raises(ConvertError, match=r"More than one order.*--names"):
@@ -96,14 +96,14 @@ def test_doubt_is_an_error_that_asks_for_names():
             find(state, tensors, names=names)
 
 
-def test_frozen_subset_of_equal_layers_asks_for_the_trained_names():
+def test_frozen_subset_of_equal_layers_requires_the_trained_names():
     tensors = named(a=(3,), b=(3,))
     state, _ = adam_state([["b"]], tensors)
     with pytest.raises(ConvertError, match=r"if p\.requires_grad"):
         find(state, tensors)
 
 
-def test_safetensors_file_does_not_tell_the_order():
+def test_safetensors_file_does_not_define_the_parameter_order():
     tensors = named(a=(3,), b=(4,))
     state, _ = adam_state([["b", "a"]], tensors)
     with pytest.raises(ConvertError, match=r"No order of .*--names"):
@@ -117,7 +117,7 @@ class Pair(nn.Module):
         self.first = nn.Linear(4, 4)
 
 
-def test_order_of_the_mlx_model_is_taken_for_safetensors_with_a_note():
+def test_mlx_model_order_is_used_for_safetensors_with_a_note():
     names = ["second.weight", "second.bias", "first.weight", "first.bias"]
     tensors = {n: mx.zeros((4, 4) if n == "first.weight" else 4) for n in names}
     state, want = adam_state([names], tensors)
@@ -152,7 +152,7 @@ def test_equal_modules_that_may_be_in_another_order_are_reported(tmp_path):
     assert not any("swapped" in note for note in run.notes)
 
 
-def test_layers_of_a_transformer_and_states_without_moments_leave_no_doubt():
+def test_transformer_layers_and_states_without_moments_are_unambiguous():
     shapes = {"embed.weight": (9, 4), "norm.weight": (4,)}
     for i in range(3):
         shapes |= {f"layers.{i}.w": (4, 4), f"layers.{i}.v": (8, 4)}
@@ -166,7 +166,7 @@ def test_layers_of_a_transformer_and_states_without_moments_leave_no_doubt():
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("where", ["model", "optimizer"])
-def test_names_with_and_without_a_wrapper_are_the_same(wrapper, where, tmp_path):
+def test_parameter_names_match_with_or_without_a_wrapper(wrapper, where, tmp_path):
     model, optimizer, _ = small()
     in_model = wrapper if where == "model" else ""
     in_names = wrapper if where == "optimizer" else ""

@@ -43,7 +43,7 @@ EVERY = pytest.mark.parametrize("name", RUNS)
 
 
 @EVERY
-def test_golden_pytorch_run_comes_back_identical_and_continues_as_in_pytorch(
+def test_golden_pytorch_run_round_trips_identically_and_resumes_as_in_pytorch(
     name, tmp_path
 ):
     model = mlx_model(name)
@@ -70,7 +70,7 @@ def pickle_of(path):
 
 
 @EVERY
-def test_command_there_and_back_is_the_same_checkpoint(name, tmp_path):
+def test_convert_command_round_trip_gives_the_same_checkpoint(name, tmp_path):
     forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
     assert (tmp_path / "run/template.pt").stat().st_size < 20_000
     forward(tmp_path / "back.pt", tmp_path / "run")
@@ -81,7 +81,7 @@ def test_command_there_and_back_is_the_same_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*RUNS, "conv_groups", "transformer_groups"])
-def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path, capsys):
+def test_live_pytorch_run_resumes_in_mlx_and_then_in_pytorch(name, tmp_path, capsys):
     torch = pytest.importorskip("torch")
     from golden.convert.make import Training
 
@@ -115,7 +115,7 @@ def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path, capsys):
     compare(again.weights(), theirs.weights())
 
 
-def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
+def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
     tmp_path, capsys
 ):
     torch = pytest.importorskip("torch")
@@ -156,7 +156,7 @@ def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
 
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_half_model_with_loss_scaling_goes_back_in_full_precision(masters, tmp_path):
+def test_float16_model_with_loss_scaling_converts_back_to_float32(masters, tmp_path):
     name = "conv_adamw"
     start = pt.load(GOLDEN / f"{name}.pt")
     model = mlx_model(name)
@@ -220,7 +220,7 @@ def test_dropped_head_and_its_moments_come_back_unchanged(tmp_path):
     assert steps == [2, 2, 1, 1]
 
 
-def test_parameter_frozen_in_mlx_keeps_pytorchs_moments(tmp_path):
+def test_parameter_frozen_in_mlx_keeps_its_pytorch_moments(tmp_path):
     small_run(tmp_path)
     model = Small()
     model.fc.freeze(keys=["bias"])
@@ -232,7 +232,7 @@ def test_parameter_frozen_in_mlx_keeps_pytorchs_moments(tmp_path):
     identical(state[1], pt.load(tmp_path / "a.pt")["optimizer"]["state"][1])
 
 
-def test_parameter_that_pytorchs_optimizer_does_not_have_must_be_frozen(tmp_path):
+def test_parameter_missing_from_the_pytorch_optimizer_must_be_frozen(tmp_path):
     weights, optimizer, group = small_adam()
     group["params"] = [0]
     del optimizer["state"][1]
@@ -246,7 +246,7 @@ def test_parameter_that_pytorchs_optimizer_does_not_have_must_be_frozen(tmp_path
     load_torch(tmp_path / "a.pt", model)
 
 
-def test_template_can_be_used_for_every_epoch_and_warns_once(tmp_path):
+def test_template_can_be_reused_every_epoch_and_warns_once(tmp_path):
     more = {"epoch": 3, "best": 0.5, "scheduler": {"last_epoch": 3}, "arch": "net"}
     model, run = small_run(tmp_path, **more, args={"lr": 1})
     assert any("is not converted" in note for note in run.notes)
@@ -264,7 +264,7 @@ def test_template_can_be_used_for_every_epoch_and_warns_once(tmp_path):
     assert back["optimizer"]["state"][0]["step"].item() == 5
 
 
-def test_lightnings_counters_inside_loops_are_named(tmp_path):
+def test_warning_names_the_lightning_counters_inside_loops(tmp_path):
     progress = {"optimizer": {"step": {"total": {"ready": 3, "completed": 3}}}}
     loops = {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": progress}}
     model, run = small_run(tmp_path, global_step=3, loops=loops)
@@ -273,7 +273,7 @@ def test_lightnings_counters_inside_loops_are_named(tmp_path):
         save_torch(tmp_path / "b.ckpt", model, run.optimizer, like=run.template)
 
 
-def test_failed_save_leaves_the_template_and_the_file_as_they_were(tmp_path):
+def test_failed_save_changes_neither_the_template_nor_the_file(tmp_path):
     model, run = small_run(tmp_path)
     run.template["odd"] = object()
     with pytest.raises(TypeError, match="odd"):
@@ -283,7 +283,7 @@ def test_failed_save_leaves_the_template_and_the_file_as_they_were(tmp_path):
     assert pickle_of(tmp_path / "a.pt") == pickle_of(tmp_path / "b.pt")
 
 
-def test_without_optimizer_its_section_is_left_out(tmp_path):
+def test_saving_without_an_optimizer_omits_its_section(tmp_path):
     model, run = small_run(tmp_path, epoch=3)
     assert save_torch(tmp_path / "b.pt", model, like=run.template) == [
         "The run has no optimizer, so no optimizer state is written."
@@ -312,7 +312,7 @@ def test_template_of_another_model_is_an_error(tmp_path):
             save_torch(tmp_path / "b.pt", other, like=run.template)
 
 
-def test_schedule_continues_from_the_loaded_step_and_gives_the_next_rate(tmp_path):
+def test_schedule_resumes_at_the_loaded_step_with_the_next_learning_rate(tmp_path):
     small_run(tmp_path)
     model = Small()
     run = load_torch(

@@ -37,7 +37,7 @@ class Model(nn.Module):
         return out
 
 
-def test_names_and_axes_are_found():
+def test_sanitize_probe_finds_renames_and_axis_permutations():
     before = dict(SHAPES)
     found = probe_sanitize(Model(), SHAPES)
     assert before == SHAPES
@@ -66,7 +66,7 @@ def test_names_and_axes_are_found():
         lambda w: 3,
     ],
 )
-def test_what_does_more_is_refused(way):
+def test_sanitize_that_does_more_than_rename_and_transpose_is_refused(way):
     model = nn.Module()
     model.sanitize = way
     with pytest.raises(ValueError, match=r"sanitize|axes"):
@@ -133,7 +133,7 @@ def test_sanitize_that_removes_a_module_is_probed_and_applied_once(tmp_path, tim
     ]
 
 
-def test_failed_load_leaves_a_model_that_sanitize_changes_as_it_was(tmp_path):
+def test_failed_load_restores_a_model_that_sanitize_changes(tmp_path):
     weights, optimizer, group = small_adam()
     group["params"] = [0]
     del optimizer["state"][1]
@@ -146,7 +146,7 @@ def test_failed_load_leaves_a_model_that_sanitize_changes_as_it_was(tmp_path):
     assert not model.tied
 
 
-def test_probing_sanitize_leaves_the_model_as_it_was():
+def test_probing_sanitize_does_not_change_the_model():
     model = TiedByPop()
     plan = make_plan(small()[0], model)
     assert "lm_head" in model
@@ -156,7 +156,7 @@ def test_probing_sanitize_leaves_the_model_as_it_was():
     assert model.tied
 
 
-def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
+def test_layout_flag_transposes_weights(tmp_path, capsys):
     weights = small()[0] | {"fc.weight": mx.ones((3, 2))}
     where = paths(tmp_path, {"model": weights})
     assert "fc.weight=transpose" in fails(capsys, *where)
@@ -181,7 +181,7 @@ def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
         (None, "No such file"),
     ],
 )
-def test_a_config_runs_no_code_of_its_folder(config, word, tmp_path, capsys):
+def test_model_config_runs_no_code_from_its_folder(config, word, tmp_path, capsys):
     pytest.importorskip("mlx_lm")
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     if config is not None:

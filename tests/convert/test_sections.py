@@ -31,7 +31,7 @@ def there_and_back(tmp_path, checkpoint, **options):
 
 
 @pytest.mark.parametrize("kind", shapes_of_checkpoints())
-def test_sections_are_found_wherever_they_are_and_come_back(kind, tmp_path):
+def test_sections_are_found_at_any_depth_and_round_trip(kind, tmp_path):
     run = there_and_back(tmp_path, shapes_of_checkpoints()[kind])
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
     assert run.scaler.get_scale() == 512.0
@@ -41,7 +41,7 @@ def test_bare_state_dict_converts(tmp_path):
     there_and_back(tmp_path, small()[0])
 
 
-def test_several_models_need_a_name_and_averages_do_not():
+def test_several_models_require_a_key_but_averages_do_not():
     model, other, optimizer = small()[0], small(7)[0], small()[1]
     averaged = find_sections({"model": model, "ema": other}, {})
     assert averaged.model == ("model",)
@@ -68,7 +68,7 @@ def test_several_models_need_a_name_and_averages_do_not():
         ({"optimiser": "opt"}, "not the state dict of the optimiser"),
     ],
 )
-def test_named_place_without_such_a_section_is_an_error(keys, word):
+def test_key_without_a_matching_section_is_an_error(keys, word):
     model, optimizer, _ = small()
     with pytest.raises(ConvertError, match=word):
         find_sections({"a": model, "opt": optimizer, "epoch": 3}, keys)
@@ -83,7 +83,7 @@ def test_named_place_without_such_a_section_is_an_error(keys, word):
         {"loss_scale": 128.0, "unskipped": 7},
     ],
 )
-def test_common_words_at_the_top_are_not_taken_for_a_scaler(extra, tmp_path):
+def test_common_top_level_keys_are_not_mistaken_for_a_scaler(extra, tmp_path):
     model, optimizer, _ = small()
     run = there_and_back(tmp_path, {"model": model, "optimizer": optimizer, **extra})
     assert run.scaler is None
@@ -106,7 +106,7 @@ def test_scaler_of_another_framework_is_found_by_its_name_and_updated(key, tmp_p
     assert back == {"loss_scale": 32.0, "unskipped": 5}
 
 
-def test_scaler_inside_the_optimizer_is_found_and_the_rest_is_not_stale(tmp_path):
+def test_scaler_inside_the_optimizer_is_found_and_converted_back(tmp_path):
     """As mmengine writes it."""
     model, optimizer, scaler = small()
     optimizer = {**optimizer, "loss_scaler": scaler}
@@ -116,7 +116,7 @@ def test_scaler_inside_the_optimizer_is_found_and_the_rest_is_not_stale(tmp_path
     assert [*run.template.entries_beside()] == ["meta"]
 
 
-def test_values_in_a_state_dict_that_are_no_tensors_come_back(tmp_path):
+def test_state_dict_values_that_are_not_tensors_survive_a_round_trip(tmp_path):
     model, optimizer, _ = small()
     model = OrderedDict({"fc._extra_state": {"calls": 3}, **model})
     mixed = OrderedDict({**model, "temperature": 0.5})
@@ -125,14 +125,14 @@ def test_values_in_a_state_dict_that_are_no_tensors_come_back(tmp_path):
     there_and_back(tmp_path, {"n": mixed, "o": optimizer}, keys={"model": "n"})
 
 
-def test_tensors_at_the_top_beside_an_optimizer_are_the_model(tmp_path):
+def test_top_level_tensors_next_to_an_optimizer_are_the_model(tmp_path):
     """As torchtitan writes them."""
     model, optimizer, _ = small()
     run = there_and_back(tmp_path, {**model, "optimizer": optimizer, "train": {"n": 1}})
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
 
 
-def test_foreign_objects_and_odd_values_come_back_unchanged(tmp_path):
+def test_foreign_objects_and_unusual_values_come_back_unchanged(tmp_path):
     args = Placeholder("argparse", "Namespace").called(b"R", ())
     odd = (1, {2: b"x", "y": {3.5}}, None, float("inf"), 1 + 2j, frozenset({1, 2}))
     checkpoint = {"model": small()[0], "args": args, "odd": odd,
@@ -147,7 +147,7 @@ def test_foreign_objects_and_odd_values_come_back_unchanged(tmp_path):
     identical(back["rng"], checkpoint["rng"])
 
 
-def test_numpy_numbers_count_as_numbers(tmp_path):
+def test_numpy_numbers_are_accepted_as_numbers(tmp_path):
     numpy = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")
     layer = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)})
@@ -160,7 +160,7 @@ def test_numpy_numbers_count_as_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [{}, {"model": "model"}])
-def test_whole_module_is_refused_with_a_sentence_on_state_dict(keys, tmp_path):
+def test_pickled_module_is_refused_with_a_hint_to_save_its_state_dict(keys, tmp_path):
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1).state_dict()
@@ -169,7 +169,7 @@ def test_whole_module_is_refused_with_a_sentence_on_state_dict(keys, tmp_path):
         load_torch(tmp_path / "a.pt", Small(), Options(keys=keys))
 
 
-def test_checkpoint_without_a_model_is_an_error_that_leads_somewhere(tmp_path):
+def test_checkpoint_without_a_model_is_an_error_that_says_what_to_do(tmp_path):
     pt.save(tmp_path / "a.pt", {"optimizer": small()[1], "epoch": 3})
     with pytest.raises(ConvertError, match=r"no model.*optimizer, epoch.*--model-key"):
         load_torch(tmp_path / "a.pt", Small())
@@ -178,7 +178,7 @@ def test_checkpoint_without_a_model_is_an_error_that_leads_somewhere(tmp_path):
         load_torch(tmp_path / "a.pt", Small())
 
 
-def test_loose_moments_are_not_left_out_in_silence(tmp_path):
+def test_moments_outside_an_optimizer_are_not_silently_dropped(tmp_path):
     model, optimizer, _ = small()
     moments = {"fc.weight": {"exp_avg": mx.zeros((2, 3))}}
     pt.save(tmp_path / "a.pt", {"model": model, "opt": moments})
@@ -204,7 +204,7 @@ def deepspeed(flat, masters):
     }  # fmt: skip
 
 
-def test_deepspeeds_half_precision_optimizer_is_not_taken_for_a_scaler(tmp_path):
+def test_deepspeed_half_precision_optimizer_is_not_mistaken_for_a_scaler(tmp_path):
     weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
     masters = [[x.astype(mx.float32) for x in weights.values()]]
     checkpoint = {"module": weights, "optimizer": deepspeed(False, masters)}
@@ -214,7 +214,7 @@ def test_deepspeeds_half_precision_optimizer_is_not_taken_for_a_scaler(tmp_path)
     assert any("optimizer/fp32_groups are not" in note for note in run.notes)
 
 
-def test_flat_optimizer_state_is_refused_with_a_way_out(tmp_path):
+def test_flat_optimizer_state_is_refused_with_a_workaround(tmp_path):
     checkpoint = {"module": small()[0], "optimizer": deepspeed(True, [mx.zeros(8)])}
     pt.save(tmp_path / "a.pt", checkpoint)
     with pytest.raises(ConvertError, match=r"as DeepSpeed.*--optimizer-key ''"):
@@ -222,7 +222,7 @@ def test_flat_optimizer_state_is_refused_with_a_way_out(tmp_path):
     there_and_back(tmp_path, checkpoint, keys={"optimizer": ""})
 
 
-def test_masters_beside_half_weights_are_reported(tmp_path):
+def test_master_weights_next_to_half_precision_weights_are_reported(tmp_path):
     """As Megatron keeps them; loaded in PyTorch they would undo the steps of MLX."""
     weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
     masters = {"fp32_from_fp16_params": [[*small()[0].values()]]}
@@ -237,7 +237,7 @@ def test_masters_beside_half_weights_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["flat", "names", "numbers as strings"])
-def test_states_of_torch_distributed_convert(kind, tmp_path):
+def test_torch_distributed_states_convert(kind, tmp_path):
     model, optimizer, _ = small()
     (group,) = optimizer["param_groups"]
     names = list(model)

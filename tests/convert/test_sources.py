@@ -140,7 +140,7 @@ def _mmengine(monkeypatch):
 
 @pytest.mark.usefixtures("_mmengine")
 @pytest.mark.parametrize("name", SOURCES)
-def test_file_of_another_program_continues_in_mlx_and_back(name, tmp_path):
+def test_checkpoint_of_another_program_resumes_in_mlx_and_converts_back(name, tmp_path):
     path = GOLDEN / SOURCES[name].file
     assert path.stat().st_size < 30_000
     check_source(name, path, LOSSES[name], tmp_path)
@@ -170,7 +170,7 @@ def shape_of(value):
 
 
 @pytest.mark.parametrize("name", ["timm", "torchvision", "mmengine"])
-def test_scaler_of_another_program_is_found(name, tmp_path):
+def test_scaler_in_another_programs_checkpoint_is_found(name, tmp_path):
     flags = ("--rename", r"^net\.=") if name == "mmengine" else ()
     convert(GOLDEN / SOURCES[name].file, tmp_path / "run", *MODEL, *flags)
     scaler = read_checkpoint(tmp_path / "run").scaler

@@ -17,7 +17,7 @@ def decayed(net):
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_optimizer_state_by_name_continues_in_mlx_and_back(is_flat, tmp_path):
+def test_optimizer_state_by_name_resumes_in_mlx_and_converts_back(is_flat, tmp_path):
     distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     options = distributed.StateDictOptions(flatten_optimizer_state_dict=is_flat)
     net = torch_net()

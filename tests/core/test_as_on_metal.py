@@ -52,7 +52,7 @@ def test_small_gradients_survive_the_smallest_and_the_largest_scale(
 
 
 @pytest.mark.parametrize(("limit", "value"), [(LARGEST, 1.0), (SMALLEST, float("inf"))])
-def test_growth_and_backoff_stop_at_the_limits(limit, value):
+def test_scale_growth_and_backoff_stop_at_the_limits(limit, value):
     scaler = GradScaler(limit, growth_interval=1)
     scaler.scale(mx.array(1.0))
     scaler.apply_gradients(optim.SGD(0.1), {"w": mx.array([value])}, {"w": mx.ones(1)})
@@ -63,7 +63,7 @@ def test_growth_and_backoff_stop_at_the_limits(limit, value):
 @pytest.mark.parametrize(
     ("loaded", "expected"), [(2.0**127, LARGEST), (2.0**-149, SMALLEST)]
 )
-def test_a_scale_of_pytorch_beyond_the_limits_is_clamped_when_loaded(loaded, expected):
+def test_pytorch_scale_beyond_the_limits_is_clamped_when_loaded(loaded, expected):
     scaler = GradScaler()
     scaler.load_state_dict(GradScaler().state_dict() | {"scale": loaded})
     assert scaler.get_scale() == expected
@@ -72,7 +72,7 @@ def test_a_scale_of_pytorch_beyond_the_limits_is_clamped_when_loaded(loaded, exp
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("make", [lambda: optim.SGD(0.1), lambda: optim.AdamW(0.1)])
 @pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
-def test_a_skipped_step_keeps_the_bits_of_every_bfloat16_there_is(make, wrap):
+def test_skipped_step_keeps_the_bits_of_every_bfloat16_number(make, wrap):
     # Also of the 254 subnormals and of each NaN, which a float32 copy would change.
     bits = mx.arange(2**16, dtype=mx.uint16)
     weights = {"w": bits.view(mx.bfloat16)}

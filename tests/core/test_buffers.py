@@ -90,7 +90,7 @@ def test_statistics_stay_finite_after_an_infinite_batch(mode):
 
 
 @pytest.mark.parametrize("make", [LossScaleOptimizer, GuardedOptimizer])
-def test_accumulated_passes_each_keep_the_statistics_finite(make):
+def test_every_accumulated_pass_keeps_the_statistics_finite(make):
     mx.random.seed(2)
     model, optimizer = Normed(), make(optim.SGD(0.01))
     loss_and_grad = optimizer.value_and_grad(model, mse(model))
@@ -106,7 +106,7 @@ def test_accumulated_passes_each_keep_the_statistics_finite(make):
     assert all_finite(buffers(model))
 
 
-def test_a_validation_loss_of_scale_loss_writes_nothing_non_finite():
+def test_validation_with_scale_loss_writes_no_non_finite_statistics():
     mx.random.seed(2)
     model, scaler = Normed(), GradScaler(16.0)
     loss_fn = scaler.scale_loss(lambda model, x, y: mse(model)(x, y))
@@ -179,7 +179,7 @@ def test_buffers_stay_finite_in_a_compiled_step(compiled):
 
 
 @pytest.mark.parametrize("kind", ["value_and_grad", "cast", "scale_loss"])
-def test_the_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
+def test_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
     model, scaler = Normed(), GradScaler()
     before = bits(model.parameters())
 

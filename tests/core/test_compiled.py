@@ -14,7 +14,7 @@ from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 
 
 @pytest.mark.compiles
-def test_one_trace_sees_everything_that_changes_between_steps():
+def test_compiled_step_sees_changed_settings_and_states_without_a_retrace():
     training = Training(optim.SGD(0.5), max_grad_norm=1.0)
     optimizer, scaler = training.optimizer, training.optimizer.scaler
     training.run(range(3), bad=(0,))
@@ -52,7 +52,7 @@ def test_one_trace_sees_everything_that_changes_between_steps():
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("source", ["scaler", "wrapper"])
-def test_a_gradient_function_compiled_alone_is_right_as_the_scale_moves(source):
+def test_gradient_function_compiled_alone_is_correct_as_the_scale_changes(source):
     mx.random.seed(3)
     model, scaler = Mlp(), GradScaler(64.0, growth_interval=1)
     optimizer = LossScaleOptimizer(optim.SGD(0.0), scaler)
@@ -82,7 +82,7 @@ def broken_arrays(like, folder):
 @pytest.mark.parametrize(
     "kind", ["scaler", "scaled", "wrapper", "remainder", "guarded"]
 )
-def test_an_eager_update_evaluates_nothing(kind, norm, tmp_path):
+def test_eager_update_evaluates_nothing(kind, norm, tmp_path):
     model, inner = Mlp(width=512), optim.AdamW(optim.cosine_decay(1e-2, 10))
     scaler = GradScaler()
     if kind in ("scaler", "scaled"):
@@ -128,7 +128,7 @@ def test_value_and_grad_evaluates_nothing(tmp_path):
 
 
 @pytest.mark.compiles
-def test_an_uninitialized_optimizer_is_initialized_inside_the_trace():
+def test_uninitialized_optimizer_is_initialized_inside_the_trace():
     training = Training(optim.SGD(0.1, momentum=0.9), init=False)
     training.run(range(4), bad=(0,))
     assert training.optimizer.step.item() == 3

@@ -16,7 +16,7 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0, INF])
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_a_disabled_wrapper_guards_nothing(max_grad_norm, masters, dtype, value):
+def test_disabled_wrapper_does_not_skip_steps(max_grad_norm, masters, dtype, value):
     optimizer = LossScaleOptimizer(
         optim.SGD(1.0),
         GradScaler(enabled=False),
@@ -31,7 +31,7 @@ def test_a_disabled_wrapper_guards_nothing(max_grad_norm, masters, dtype, value)
 
 
 @pytest.mark.parametrize("call", ["step", "minimize", "apply_gradients"])
-def test_a_disabled_scaler_guards_nothing(call):
+def test_disabled_scaler_does_not_skip_steps(call):
     model, optimizer, scaler = (
         nn.Linear(1, 1),
         optim.SGD(1.0),
@@ -46,7 +46,7 @@ def test_a_disabled_scaler_guards_nothing(call):
     assert mx.isnan(new["weight"]).item()
 
 
-def test_a_disabled_scaler_takes_any_order_of_calls():
+def test_disabled_scaler_accepts_calls_in_any_order():
     scaler, optimizer = GradScaler(enabled=False), optim.SGD(1.0)
     grads = {"w": mx.ones(1)}
     scaler.update()
@@ -58,7 +58,7 @@ def test_a_disabled_scaler_takes_any_order_of_calls():
     assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
 
 
-def test_a_disabled_scaler_casts_for_the_forward_pass_and_leaves_the_loss_alone():
+def test_disabled_scaler_casts_the_forward_pass_and_does_not_scale_the_loss():
     model = Mlp()
     optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(enabled=False))
     _, grads = optimizer.value_and_grad(model, mse(model), mx.float16)(*batch())
@@ -68,7 +68,7 @@ def test_a_disabled_scaler_casts_for_the_forward_pass_and_leaves_the_loss_alone(
     assert optimizer.scale_loss(loss_fn, model) is loss_fn
 
 
-def test_a_disabled_wrapper_keeps_master_weights():
+def test_disabled_wrapper_keeps_master_weights():
     optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(enabled=False))
     weights = {"w": mx.ones(4, mx.float16)}
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_a_disabled_wrapper_keeps_master_weights():
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW schedule", "MultiOptimizer"])
-def test_a_disabled_scaler_is_bit_identical_to_the_plain_script(name):
+def test_disabled_scaler_is_bit_identical_to_the_plain_script(name):
     results = []
     for kind in ("plain", "scaler", "wrapper", "plain gradients"):
         mx.random.seed(3)

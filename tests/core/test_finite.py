@@ -71,7 +71,7 @@ def test_one_bad_value_anywhere_is_found(dtype, value, shape):
 
 
 @pytest.mark.parametrize("count", [3, 11, pytest.param(9, marks=pytest.mark.compiles)])
-def test_a_bad_leaf_among_many_of_mixed_dtypes_is_found(count):
+def test_bad_leaf_among_many_of_mixed_dtypes_is_found(count):
     leaves = [mx.ones(2, FLOATS[i % 3]) for i in range(count)]
     assert every_check(leaves)
     assert every_check({"integers": mx.array([1]), "leaves": leaves})
@@ -106,7 +106,7 @@ def test_complex_and_float64_leaves_are_checked(value, finite):
 @pytest.mark.parametrize(
     "tree", [{}, [], {"a": [], "b": {}}, mx.zeros((0, 3)), mx.array([1, 2])]
 )
-def test_a_tree_without_floating_values_is_finite(tree):
+def test_tree_without_floating_values_is_finite(tree):
     assert all_finite(tree).item()
     assert nonfinite(tree) == []
 
@@ -120,7 +120,7 @@ def test_finite_values_whose_sum_overflows_are_finite():
     st.lists(st.floats(width=32), min_size=1, max_size=5),
     st.floats(2.0**-126, 2.0**127, width=32),
 )
-def test_a_product_that_overflows_is_not_finite(values, factor):
+def test_product_that_overflows_is_not_finite(values, factor):
     with np.errstate(over="ignore", invalid="ignore"):
         products = np.float32(values) * np.float32(factor)
     found = all_finite_times([mx.array(values)], mx.array(factor), [])
@@ -137,7 +137,7 @@ def test_a_product_that_overflows_is_not_finite(values, factor):
         (1.0, 2.0**100, NAN, False),
     ],
 )
-def test_the_product_of_scaled_leaves_and_the_others_are_checked_together(
+def test_products_of_scaled_leaves_are_checked_together_with_other_leaves(
     dtype, scaled, factor, others, finite
 ):
     found = all_finite_times(
@@ -147,7 +147,7 @@ def test_the_product_of_scaled_leaves_and_the_others_are_checked_together(
 
 
 @pytest.mark.compiles
-def test_global_norm_is_that_of_unscaled_gradients():
+def test_global_norm_is_the_norm_of_the_unscaled_gradients():
     tree = [mx.full((1000,), 3.0, mx.float16), mx.full((1000,), 4.0)]
     norm = global_norm(tree, mx.array(0.5), [mx.array(7.0)])
     expected = (0.25 * 25 * 1000 + 49) ** 0.5
@@ -167,7 +167,7 @@ def test_nonfinite_reports_paths_and_counts():
     assert nonfinite(tree)[0].count == 3
 
 
-def test_the_norm_of_empty_trees_and_leaves_is_zero():
+def test_norm_of_empty_trees_and_leaves_is_zero():
     for tree in ({}, [mx.zeros((0, 3))], [mx.array([3])]):
         assert global_norm(arrays(tree), mx.array(1.0), []).item() == 0
         assert all_finite_times(arrays(tree), mx.array(1.0), []).item()

@@ -62,7 +62,7 @@ def filtered():
         *[(scheduled, what_the_schedule_reads), (filtered, what_the_filter_reads)],
     ],
 )
-def test_a_changed_setting_counts_from_the_next_eager_step(make, change):
+def test_changed_setting_takes_effect_at_the_next_eager_step(make, change):
     (guarded, bare), trees = (make(), make()), [parameters(), parameters()]
     for i in range(8):
         gradients = gradients_like(trees[0], i)
@@ -74,7 +74,7 @@ def test_a_changed_setting_counts_from_the_next_eager_step(make, change):
 
 
 @pytest.mark.compiles
-def test_nothing_keeps_an_optimizer_or_its_model_alive():
+def test_guarding_does_not_keep_an_optimizer_or_its_model_alive():
     def train():
         model = nn.Linear(4, 4)
         optimizer = optim.MultiOptimizer(
@@ -91,7 +91,7 @@ def test_nothing_keeps_an_optimizer_or_its_model_alive():
     assert (optimizer(), model()) == (None, None)
 
 
-def test_float64_parameters_stay_float64_and_a_skip_changes_no_bit():
+def test_float64_parameters_stay_float64_and_a_skipped_step_changes_no_bit():
     with mx.stream(mx.cpu):
         weights = {"w": mx.array(np.array([1 / 3]), mx.float64)}
         optimizer = optim.SGD(0.5)
@@ -102,7 +102,7 @@ def test_float64_parameters_stay_float64_and_a_skip_changes_no_bit():
         assert step(2.0**-40, True) == 1 / 3 - 2.0**-41
 
 
-def test_paths_that_are_the_same_with_dots_are_refused():
+def test_parameters_with_the_same_dotted_path_are_refused():
     tree = {"a.b": mx.ones(1), "a": {"b": mx.zeros(1)}}
     with pytest.raises(ValueError, match="Rename one"):
         guarded_apply(optim.SGD(1.0), tree, tree)
@@ -121,7 +121,7 @@ def test_paths_that_are_the_same_with_dots_are_refused():
         ([mx.ones(2)], "must be a dict"),
     ],
 )
-def test_gradients_that_match_no_parameter_are_named_and_nothing_changes(
+def test_error_names_gradients_that_match_no_parameter_and_nothing_changes(
     gradients, message
 ):
     weights = {"w": mx.ones(2), "list": [mx.ones(2), mx.ones(2)]}
@@ -132,7 +132,7 @@ def test_gradients_that_match_no_parameter_are_named_and_nothing_changes(
     assert bits(optimizer.state) == before
 
 
-def test_multi_optimizer_with_one_initialized_part_is_initialized_whole():
+def test_partly_initialized_multi_optimizer_is_initialized_completely():
     parts, weights = [optim.Adam(0.1), optim.Adam(0.1)], {"a": mx.ones(1)}
     parts[0].init(weights)
     optimizer = optim.MultiOptimizer(parts, [lambda path, _: path == "a"])
@@ -154,7 +154,7 @@ def test_multi_optimizer_steps_around_a_frozen_module():
 
 
 @pytest.mark.parametrize("mode", ["unscaled", "scaled", "wrapped"])
-def test_integer_parameters_stay_also_where_their_gradients_were_clipped(mode):
+def test_integer_parameters_stay_unchanged_even_if_their_gradients_were_clipped(mode):
     class Chosen(nn.Module):
         def __init__(self):
             super().__init__()
@@ -194,7 +194,7 @@ def test_integer_parameters_stay_also_where_their_gradients_were_clipped(mode):
         (None, (2,), r"KeyError\('w'\)"),
     ],
 )
-def test_a_parameter_that_does_not_match_its_state_is_named(old, new, message):
+def test_error_names_a_parameter_that_does_not_match_its_state(old, new, message):
     optimizer = optim.Adam(0.1)
     optimizer.init({"a": mx.ones(1)} | ({} if old is None else {"w": mx.ones(old)}))
     weights = {"w": mx.ones(new)}
@@ -222,14 +222,14 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
     assert new["zero_d"].item() < 2.0
 
 
-def test_a_state_that_was_initialized_in_half_precision_becomes_float32():
+def test_state_initialized_in_half_precision_becomes_float32():
     optimizer, weights = optim.Adam(1e-2), {"w": mx.ones(3, mx.float16)}
     optimizer.init(weights)
     guarded_apply(optimizer, weights, weights)
     assert optimizer.state["w"]["v"].dtype == mx.float32
 
 
-def test_lists_of_dicts_in_a_model_are_stepped_where_they_are():
+def test_lists_of_dicts_in_a_model_are_updated_in_place():
     model = nn.Module()
     model.blocks = [{"w": mx.ones(2)}, {"w": mx.ones(2), "deep": [mx.ones(1)]}]
     scaler, optimizer = GradScaler(4.0), optim.SGD(1.0)

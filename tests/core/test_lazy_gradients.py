@@ -121,9 +121,7 @@ def train(change, compiled, source, dtype, steps=3):
     ],
 )
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_changed_before_the_step_are_stepped_as_changed(
-    change, source, dtype
-):
+def test_step_uses_gradients_as_changed_before_it(change, source, dtype):
     expected = train(change, False, "plain", dtype)
     near = {"rtol": 1e-5, "atol": 1e-6}
     if change is cast:
@@ -136,7 +134,7 @@ def test_gradients_changed_before_the_step_are_stepped_as_changed(
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("change", [leave, clip_norm, change_some, change_in_place])
-def test_gradients_changed_inside_a_compiled_step_are_stepped_as_changed(change):
+def test_compiled_step_uses_gradients_as_changed_inside_it(change):
     expected = train(change, False, "plain", mx.float32)
     for path, x in train(change, True, "wrapper", mx.float32).items():
         assert np.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
@@ -152,7 +150,7 @@ def layers_of_both(first, second):
 
 @pytest.mark.parametrize("combine", [add_all, layers_of_both])
 @pytest.mark.parametrize("stepped_by", ["the same scaler", "another", "a wrapper"])
-def test_gradients_made_at_different_scales_step_together(combine, stepped_by):
+def test_gradients_computed_at_different_scales_can_be_combined(combine, stepped_by):
     mx.random.seed(1)
     model = Mlp()
     plain = nn.value_and_grad(model, mse(model))
@@ -178,7 +176,7 @@ def test_gradients_made_at_different_scales_step_together(combine, stepped_by):
 
 @pytest.mark.parametrize("source", ["value_and_grad", "scale_loss"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_an_infinite_gradient_is_returned_as_nan_that_no_clip_can_hide(source, sign):
+def test_infinite_gradient_is_returned_as_nan_that_no_clip_can_hide(source, sign):
     model = nn.Module()
     model.w = mx.zeros(2)
     values = mx.array([1.0, sign * 3e38])
@@ -194,7 +192,7 @@ def test_an_infinite_gradient_is_returned_as_nan_that_no_clip_can_hide(source, s
     assert model.w.tolist() == [0.0, 0.0]
 
 
-def test_nothing_keeps_gradients_alive_after_their_step_without_a_collector():
+def test_gradients_are_freed_after_their_step_without_the_garbage_collector():
     gc.collect()
     gc.disable()
     try:
@@ -265,7 +263,7 @@ def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
     [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), mx.array],
     ids=["copy", "deepcopy", "pickle", "array"],
 )
-def test_a_copied_gradient_is_stepped_as_it_is(copied, changed):
+def test_step_uses_the_values_of_a_copied_gradient(copied, changed):
     def change(g):
         g = copied(g)
         if changed:

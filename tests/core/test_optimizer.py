@@ -15,7 +15,7 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e3])
-def test_clipping_gives_the_result_of_mlx_clip_grad_norm(max_norm):
+def test_max_grad_norm_clips_like_mlx_clip_grad_norm(max_norm):
     optimizer = wrapped(optim.SGD(1.0), scale=2.0**10, max_grad_norm=max_norm)
     weights = parameters()
     gradients = gradients_like(weights, 3)
@@ -28,7 +28,7 @@ def test_clipping_gives_the_result_of_mlx_clip_grad_norm(max_norm):
         assert np.allclose(np.array(a), np.array(b), rtol=1e-6, atol=1e-7)
 
 
-def test_a_max_grad_norm_is_set_only_where_it_was_given_and_to_a_positive_number():
+def test_max_grad_norm_can_change_only_if_given_and_only_to_a_positive_number():
     optimizer = wrapped(max_grad_norm=1.0)
     for bad in (0, -1.0, NAN, "1", True):
         with pytest.raises(ValueError, match="positive number"):
@@ -41,7 +41,7 @@ def test_a_max_grad_norm_is_set_only_where_it_was_given_and_to_a_positive_number
         wrapped().max_grad_norm = 1.0
 
 
-def test_a_max_grad_norm_of_inf_only_measures():
+def test_max_grad_norm_of_inf_only_measures():
     optimizer = wrapped(optim.SGD(1.0), max_grad_norm=INF)
     new = optimizer.apply_gradients({"a": mx.array([3.0, 4.0])}, {"a": mx.zeros(2)})
     assert new["a"].tolist() == [-3.0, -4.0]
@@ -49,7 +49,7 @@ def test_a_max_grad_norm_of_inf_only_measures():
     assert wrapped().grad_norm is None
 
 
-def test_masters_keep_the_structure_and_follow_replaced_weights():
+def test_master_weights_keep_the_structure_and_follow_replaced_weights():
     optimizer = wrapped(optim.SGD(0.1))
     weights = {"a": (mx.ones(2, mx.float16), mx.ones(2)), "0": mx.ones(1, mx.bfloat16)}
     assert optimizer.masters(weights)["0"].dtype == mx.float32
@@ -90,7 +90,7 @@ def test_signature_and_repr_show_the_settings():
     assert texts == ["GradScaler(state without values: see mx.compile)"]
 
 
-def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper():
+def test_attributes_of_the_wrapped_optimizer_are_read_and_set_through_the_wrapper():
     inner = optim.AdamW(1e-3, weight_decay=0.3)
     optimizer = LossScaleOptimizer(inner)
     assert optimizer.weight_decay == 0.3
@@ -107,7 +107,7 @@ def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper
     assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
 
 
-def test_the_warning_about_a_float16_loss_points_to_the_users_line():
+def test_warning_about_a_float16_loss_points_to_the_users_line():
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(optim.SGD(0.1))
     loss_and_grad = optimizer.value_and_grad(model, lambda x: model(x).mean())
@@ -117,7 +117,7 @@ def test_the_warning_about_a_float16_loss_points_to_the_users_line():
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "init_scale", "device"])
-def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
+def test_unknown_wrapper_argument_is_refused_by_name(name):
     with pytest.raises(TypeError, match=name):
         LossScaleOptimizer(optim.AdamW(1e-3), **{name: 0.1})
 
@@ -132,7 +132,7 @@ def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
         assert new["w"].item() == 0.5
 
 
-def test_the_learning_rate_and_the_step_in_the_state_are_those_inside():
+def test_learning_rate_and_step_in_the_state_belong_to_the_wrapped_optimizer():
     inner = optim.SGD(0.5)
     optimizer, weights = wrapped(inner), {"w": mx.zeros(1)}
     assert optimizer.state["learning_rate"].item() == 0.5

@@ -16,7 +16,7 @@ each_kind = pytest.mark.parametrize("kind", ["float32", "remainder"])
 @each_kind
 @pytest.mark.parametrize("dtype", HALVES)
 @each_mode
-def test_the_model_is_the_rounding_of_its_masters_after_every_step(
+def test_weights_equal_the_rounded_master_weights_after_every_step(
     dtype, compiled, kind
 ):
     training = Training(dtype=dtype, compiled=compiled, masters=kind)
@@ -30,7 +30,7 @@ def test_the_model_is_the_rounding_of_its_masters_after_every_step(
 
 
 @each_kind
-def test_the_inner_optimizer_sees_only_float32(kind):
+def test_inner_optimizer_sees_only_float32(kind):
     seen = set()
 
     class Watching(optim.SGD):
@@ -57,7 +57,7 @@ def test_only_half_parameters_have_master_weights(kind):
     ("start", "step", "end"),
     [(1.0, 1e-4, 0.99), (0.0, -1e-9, 1e-7)],
 )
-def test_updates_too_small_for_float16_add_up_only_with_master_weights(
+def test_updates_too_small_for_float16_accumulate_only_with_master_weights(
     kind, start, step, end
 ):
     kept = lost = {"w": mx.full((4,), start, mx.float16)}
@@ -74,7 +74,7 @@ def test_updates_too_small_for_float16_add_up_only_with_master_weights(
 @each_kind
 @pytest.mark.parametrize("dtype", HALVES)
 @each_mode
-def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
+def test_weights_replaced_by_the_user_are_kept(dtype, compiled, kind):
     # Scheduled, so that it shares its kernels with the test above.
     still = optim.AdamW(lambda step: mx.array(0.0))
     training = Training(still, dtype, compiled, masters=kind)
@@ -98,7 +98,7 @@ def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_neighbor_of_a_rounded_master_counts_as_replaced(dtype):
+def test_every_neighbor_of_a_rounded_master_weight_counts_as_replaced(dtype):
     patterns = mx.arange(65536).astype(mx.uint16).view(dtype)
     finite = np.array(mx.isfinite(patterns))
     values = patterns[mx.array(np.flatnonzero(finite))]
@@ -123,7 +123,7 @@ def test_every_neighbor_of_a_rounded_master_counts_as_replaced(dtype):
             assert mx.all(kept <= (masters == weights.astype(mx.float32))).item()
 
 
-def test_an_edited_master_takes_effect():
+def test_edited_master_weight_takes_effect():
     optimizer = wrapped(optim.SGD(0.0))
     weights = {"w": mx.ones(1, mx.float16)}
     optimizer.init(weights)
@@ -135,7 +135,7 @@ def test_an_edited_master_takes_effect():
 
 @each_kind
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_model_cast_after_init_continues_from_its_weights(dtype, kind):
+def test_model_cast_after_init_trains_on_from_its_weights(dtype, kind):
     training = Training(optim.SGD(0.0), compiled=False, masters=kind)
     training.run(range(2))
     for changed in (dtype, mx.float16):
@@ -156,7 +156,7 @@ def test_bits_of_float16_are_not_mistaken_for_bfloat16():
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["set_dtype", "state"])
-def test_masters_survive_a_change_from_float16_to_bfloat16(save):
+def test_master_weights_survive_a_change_from_float16_to_bfloat16(save):
     optimizer = wrapped(optim.SGD(1.0))
     weights = {"w": mx.ones(1, mx.float16)}
     weights = optimizer.apply_gradients({"w": mx.full((1,), 2**-13)}, weights)
@@ -171,7 +171,7 @@ def test_masters_survive_a_change_from_float16_to_bfloat16(save):
 
 
 @each_mode
-def test_the_written_bits_share_the_memory_of_the_weights(compiled):
+def test_written_bits_share_the_memory_of_the_weights(compiled):
     training = Training(compiled=compiled)
     for seed in range(3):
         weights = tree_flatten(training.model.trainable_parameters())
@@ -198,7 +198,7 @@ def test_pruned_weights_stay_zero(dtype, kind):
 
 
 @pytest.mark.parametrize("compute_dtype", HALVES)
-def test_a_decay_by_hand_reaches_float32_parameters_computed_in_half(compute_dtype):
+def test_manual_weight_decay_reaches_float32_parameters_computed_in_half(compute_dtype):
     # 1e-4 is less than half an ulp of any half: its weights cannot hold it.
     for dtype, left in ((compute_dtype, 1.0), (mx.float32, (1 - 1e-4) ** 10)):
         mx.random.seed(1)

@@ -18,7 +18,7 @@ def nbytes(tree):
 
 
 @each_half
-def test_small_steps_add_up_as_with_float32_masters(dtype):
+def test_small_steps_accumulate_with_remainders_as_with_float32_master_weights(dtype):
     key, size = mx.random.key(1), (16, 16)
     start = (mx.random.normal(size, key=key) * 0.02).astype(dtype)
     found = {}
@@ -46,7 +46,7 @@ def test_small_steps_add_up_as_with_float32_masters(dtype):
 
 @each_half
 @each_mode
-def test_a_skip_keeps_nan_payloads_infinities_and_remainders(dtype, compiled):
+def test_skipped_step_keeps_nan_payloads_infinities_and_remainders(dtype, compiled):
     training = Training(dtype=dtype, compiled=compiled, **REMAINDER)
     training.run(range(3))
     layer = training.model.layers[0]
@@ -78,7 +78,7 @@ def test_remainders_take_twelve_bytes_per_parameter(dtype):
 
 
 @pytest.mark.parametrize("saved", ["float32", "remainder"])
-def test_a_state_with_the_other_kind_of_masters_is_refused(saved):
+def test_state_with_the_other_kind_of_master_weights_is_refused(saved):
     other = {"float32": "remainder", "remainder": "float32"}[saved]
     training, loading = (Training(compiled=False, masters=x) for x in (saved, other))
     training.run(range(2))

@@ -24,7 +24,7 @@ def load(optimizer, path):
 @pytest.mark.compiles
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 @pytest.mark.parametrize("when", ["into a compiled step", "before compiling"])
-def test_a_saved_state_resumes_bit_identically(tmp_path, masters, when):
+def test_saved_state_resumes_bit_identically(tmp_path, masters, when):
     options = {"masters": masters, "max_grad_norm": 1.0}
     training = Training(**options)
     training.run(range(6), bad=(0, 4))
@@ -46,7 +46,7 @@ def test_a_saved_state_resumes_bit_identically(tmp_path, masters, when):
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 @pytest.mark.parametrize("name", ["MultiOptimizer", "Adafactor", "SGD schedule"])
-def test_the_state_of_every_kind_of_optimizer_is_set_back_in_an_eager_loop(
+def test_state_of_every_kind_of_optimizer_can_be_restored_in_an_eager_loop(
     tmp_path, name, masters
 ):
     weights = {"layers": [{"weight": mx.ones((4, 6), mx.float16)}], "b": mx.ones(3)}
@@ -93,7 +93,7 @@ def test_update_and_step_refuse_a_dict_for_the_model_and_step_a_wrapped_optimize
 
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_a_parameter_that_became_half_after_init_is_named_until_init_again(masters):
+def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(masters):
     optimizer = wrapped(optim.SGD(1.0), masters=masters)
     optimizer.init({"w": mx.ones(2)})
     half = {"w": mx.ones(2, mx.float16)}
@@ -120,7 +120,7 @@ def test_copied_optimizer_shares_no_state_with_the_original(masters):
         assert optimizer.scaler.get_scale() == 1.0
 
 
-def test_a_parameter_that_was_frozen_at_init_is_named_until_init_again():
+def test_error_names_a_parameter_frozen_at_init_until_init_again():
     training = Training(compiled=False, init=False)
     optimizer, model = training.optimizer, training.model
     model.layers[0].freeze()
@@ -164,7 +164,7 @@ BIAS = "layers.0.bias"
         ("optimizer.step", "three", "optimizer.step"),
     ],
 )
-def test_a_bad_state_is_refused_and_changes_nothing(path, value, message):
+def test_bad_state_is_refused_and_changes_nothing(path, value, message):
     training = Training(compiled=False)
     training.run(range(2))
     state = dict(tree_flatten(training.optimizer.state)) | {path: value}
@@ -177,7 +177,7 @@ def test_a_bad_state_is_refused_and_changes_nothing(path, value, message):
 
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_a_state_set_before_init_is_visible_and_resumes(tmp_path, masters):
+def test_state_set_before_init_is_visible_and_resumes(tmp_path, masters):
     training = Training(compiled=False, masters=masters)
     training.run(range(3))
     save(training.optimizer, tmp_path / "optimizer.safetensors")
@@ -193,7 +193,7 @@ def test_a_state_set_before_init_is_visible_and_resumes(tmp_path, masters):
 
 @pytest.mark.parametrize("empty", [{}, []])
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_an_emptied_state_can_be_set_back_and_continues(empty, masters):
+def test_emptied_state_can_be_restored_and_resumes(empty, masters):
     """As mlx-lm does around an evaluation, to free memory."""
     found = []
     for emptied in (False, True):
@@ -212,7 +212,7 @@ def test_an_emptied_state_can_be_set_back_and_continues(empty, masters):
 
 
 @pytest.mark.parametrize("when", ["before init", "after init"])
-def test_the_state_of_another_model_is_refused_and_changes_nothing(when):
+def test_state_of_another_model_is_refused_and_changes_nothing(when):
     other, optimizer = wrapped(scale=4.0), wrapped(scale=1024.0)
     other.init({"x": mx.ones(3, mx.float16)})
     weights = {"w": mx.ones(2, mx.float16)}
@@ -228,7 +228,7 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(when):
     assert bits(optimizer.state) == before
 
 
-def test_a_flat_state_is_set_like_the_tree():
+def test_flat_state_is_accepted_like_a_nested_state():
     training, other = Training(compiled=False), Training(compiled=False)
     training.run(range(3))
     other.model.update(training.model.parameters())
@@ -236,7 +236,7 @@ def test_a_flat_state_is_set_like_the_tree():
     assert bits(other.optimizer.state) == bits(training.optimizer.state)
 
 
-def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
+def test_state_of_a_plain_optimizer_is_loaded_into_the_wrapped_optimizer():
     plain, weights = optim.Adam(1e-3), {"w": mx.ones(2)}
     plain.init(weights)
     plain.apply_gradients({"w": mx.ones(2)}, weights)
@@ -250,9 +250,7 @@ def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
 @pytest.mark.parametrize("kind", [optim.Adam, type("ThirdParty", (optim.Adam,), {})])
-def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(
-    dtype, shape, kind
-):
+def test_parameter_of_another_shape_is_refused_and_changes_nothing(dtype, shape, kind):
     optimizer = wrapped(kind(0.1), max_grad_norm=1.0)
     optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
     before = bits(optimizer.state)
@@ -262,7 +260,7 @@ def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(
     assert bits(optimizer.state) == before
 
 
-def test_a_state_freed_before_it_was_used_is_forgotten():
+def test_pending_state_is_discarded_when_the_state_is_emptied():
     weights = {"w": mx.ones(2)}
     saved, optimizer = wrapped(optim.Adam(0.1)), wrapped(optim.Adam(0.1))
     saved.init(weights)
@@ -272,7 +270,7 @@ def test_a_state_freed_before_it_was_used_is_forgotten():
     assert optimizer.step.item() == 1
 
 
-def test_the_state_of_another_number_of_optimizers_is_refused():
+def test_state_of_another_number_of_optimizers_is_refused():
     def multi(count):
         inner = [optim.SGD(0.1, momentum=0.9) for _ in range(count)]
         filters = [lambda path, _: path == "a"] * (count - 1)

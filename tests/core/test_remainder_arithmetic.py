@@ -61,7 +61,7 @@ def check_bound(masters, dtype):
         max_size=16,
     )
 )
-def test_a_joined_master_is_within_the_documented_bound(dtype, masters):
+def test_joined_master_is_within_the_documented_bound(dtype, masters):
     check_bound(masters, dtype)
 
 
@@ -78,7 +78,7 @@ def test_joined_master_is_within_the_bound_between_every_weight_and_the_next(
     check_bound(values + part * (np.roll(values, -1) - values), dtype)
 
 
-def test_a_joined_bfloat16_master_is_at_most_one_float32_ulp_off():
+def test_joined_bfloat16_master_is_at_most_one_float32_ulp_off():
     # Between 1 and 2, and below a power of two, where float32 resolves twice as much.
     for start in (0x3FC0, 0x3F81, 0x3F80, 0x4000):
         patterns = (start << 16) + np.arange(-32768, 32768, dtype=np.int64)
@@ -90,7 +90,7 @@ def test_a_joined_bfloat16_master_is_at_most_one_float32_ulp_off():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_joined_master_rounds_to_its_weight_whatever_the_remainder(dtype):
+def test_joined_master_rounds_to_its_weight_whatever_the_remainder(dtype):
     weights = mx.arange(65536).astype(mx.uint16).view(dtype)
     for seed in range(4):
         key = mx.random.key(seed)
@@ -104,7 +104,7 @@ def test_a_joined_master_rounds_to_its_weight_whatever_the_remainder(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, mx.float32])
-def test_a_weight_that_lost_nothing_has_no_remainder(dtype):
+def test_exactly_representable_weight_has_no_remainder(dtype):
     weights = mx.random.normal((64,)).astype(dtype)
     none = mx.zeros((64,), DTYPE)
     assert same(remainder_of(to_float32(weights), weights), none)

@@ -119,7 +119,7 @@ def test_gradients_of_a_plain_tree_are_unscaled_for_the_first_argument(wrap):
 
 @either
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-def test_a_validation_loss_leaves_the_model_its_own_arrays(fails, wrap):
+def test_validation_with_scale_loss_does_not_replace_the_model_arrays(fails, wrap):
     model, source = model_of(), make(wrap)
 
     def loss_fn(x, y):

@@ -47,7 +47,7 @@ TRAJECTORIES = {
 @pytest.mark.parametrize(
     ("settings", "expected"), TRAJECTORIES.values(), ids=TRAJECTORIES
 )
-def test_the_scale_follows_the_trajectory_of_other_frameworks(settings, expected):
+def test_scale_follows_the_trajectory_of_other_frameworks(settings, expected):
     scaler = GradScaler(1024.0, growth_interval=3, **settings)
     assert scales(scaler, PATTERN) == expected
     assert scaler.skipped_steps.item() == 7
@@ -62,7 +62,7 @@ def test_lowering_the_interval_below_the_tracker_grows_at_the_next_step():
     assert scales(scaler, ".") == [131072]
 
 
-def test_counters_saturate_where_int32_ends():
+def test_counters_saturate_at_the_int32_maximum():
     scaler = GradScaler()
     counters = {"skipped_steps": 2**31 - 2, "consecutive_skips": 2**31 - 1}
     scaler.load_state_dict(GOOD | counters)
@@ -72,7 +72,7 @@ def test_counters_saturate_where_int32_ends():
     GradScaler().load_state_dict(state)
 
 
-def test_a_new_scaler_has_the_defaults_of_its_signature():
+def test_new_scaler_has_the_defaults_of_its_signature():
     state = GradScaler().state
     assert {"growth_factor", "hysteresis", "dynamic"} < SETTINGS.keys() & state.keys()
     for name in SETTINGS.keys() & state.keys():
@@ -159,7 +159,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
 
 
 @pytest.mark.parametrize("value", [128, 2**64, mx.array(128.0), mx.array([4.0])])
-def test_setting_the_scale_forgets_the_steps_since_the_last_update(value):
+def test_setting_the_scale_discards_the_steps_since_the_last_update(value):
     scaler, optimizer = used(), optim.SGD(1.0)
     apply(scaler, optimizer, INF)
     scaler.update(value)
@@ -170,7 +170,7 @@ def test_setting_the_scale_forgets_the_steps_since_the_last_update(value):
 @pytest.mark.parametrize(
     "value", [0, -1.0, NAN, INF, True, "8", mx.ones(2), mx.array(True), [2.0], 2**2000]
 )
-def test_a_bad_new_scale_is_refused(value):
+def test_invalid_new_scale_is_refused(value):
     scaler = GradScaler()
     with pytest.raises((TypeError, ValueError), match="new_scale must be"):
         scaler.update(value)
@@ -178,7 +178,7 @@ def test_a_bad_new_scale_is_refused(value):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN])
-def test_update_with_an_invalid_array_leaves_the_scale(value):
+def test_update_with_an_invalid_array_keeps_the_scale(value):
     # Without reading it from the device, it cannot be refused.
     scaler = GradScaler()
     scaler.update(mx.array(value))
@@ -187,7 +187,7 @@ def test_update_with_an_invalid_array_leaves_the_scale(value):
 
 @pytest.mark.parametrize("as_type", [float, mx.array])
 @pytest.mark.parametrize(("value", "expected"), [(1.0, 2.0), (1e9, 2.0**20)])
-def test_a_new_scale_is_clamped_to_the_limits(value, expected, as_type):
+def test_new_scale_is_clamped_to_the_limits(value, expected, as_type):
     scaler = GradScaler(min_scale=2.0, max_scale=2.0**20)
     scaler.update(as_type(value))
     assert scaler.get_scale() == expected

@@ -38,7 +38,7 @@ def test_scale_refuses_leaves_that_are_not_arrays(outputs):
         GradScaler().scale(outputs)
 
 
-def test_a_float16_loss_warns_once_and_backs_off_until_it_fits():
+def test_float16_loss_warns_once_and_backs_off_until_it_fits():
     model = Mlp(dtype=mx.float16)
     scaler, optimizer = GradScaler(init_scale=2.0**18), optim.SGD(1e-3)
     x, y = batch(dtype=mx.float16)
@@ -57,13 +57,13 @@ def test_a_float16_loss_warns_once_and_backs_off_until_it_fits():
     assert scaler.last_step_applied.item()
 
 
-def test_a_loss_that_is_no_array_is_refused_with_its_value():
+def test_loss_that_is_not_an_array_is_refused_with_its_value():
     with pytest.raises(TypeError, match="must return an array"):
         GradScaler().scale_loss(lambda: 1.0)()
 
 
 @pytest.mark.parametrize("compute_dtype", [None, mx.float16])
-def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
+def test_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
     model, scaler = Mlp(), GradScaler()
     loss_fn = lambda x, y: mx.square(model(x) - y).astype(mx.float32)  # noqa: E731
     for call in (
@@ -74,7 +74,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
             call(*batch())
 
 
-def test_unscale_without_a_step_drops_a_batch_and_moves_the_scale():
+def test_unscale_without_a_step_drops_a_batch_and_updates_the_scale():
     model, scaler, optimizer = (
         Mlp(),
         GradScaler(1024.0, growth_interval=2),
@@ -94,7 +94,7 @@ def test_unscale_without_a_step_drops_a_batch_and_moves_the_scale():
         scaler.update()
 
 
-def test_a_part_of_the_model_is_stepped_through_the_part_or_the_whole():
+def test_submodule_can_be_stepped_alone_or_through_the_whole_model():
     found = []
     for through in ("part", "whole"):
         mx.random.seed(5)
@@ -110,7 +110,7 @@ def test_a_part_of_the_model_is_stepped_through_the_part_or_the_whole():
 
 
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
-def test_a_gradient_made_bad_after_unscale_is_caught(value):
+def test_gradient_that_becomes_non_finite_after_unscale_is_caught(value):
     scaler, optimizer = used(), optim.SGD(1.0)
     gradients = scaler.unscale_(optimizer, {"w": mx.array([1.0])})
     gradients["w"] = gradients["w"] * value
@@ -120,7 +120,7 @@ def test_a_gradient_made_bad_after_unscale_is_caught(value):
     assert scaler.get_scale() == 32768
 
 
-def test_unscale_works_in_place_so_that_a_dropped_result_trains_right():
+def test_unscale_works_in_place_even_if_its_result_is_ignored():
     scaler, optimizer = used(GradScaler(1024.0)), optim.SGD(1.0)
     gradients = {"a": [mx.array([3.0]) * 1024], "b": {"w": mx.array([4.0]) * 1024}}
     weights = tree_map(mx.zeros_like, gradients)
@@ -132,7 +132,7 @@ def test_unscale_works_in_place_so_that_a_dropped_result_trains_right():
     assert new["a"][0].item() == pytest.approx(-0.6, rel=1e-5)
 
 
-def test_unscale_after_value_and_grad_leaves_unscaled_gradients_alone():
+def test_unscale_after_value_and_grad_does_not_unscale_again():
     model, scaler, optimizer = Mlp(), GradScaler(1024.0), optim.SGD(1.0)
     _, gradients = scaler.value_and_grad(model, mse(model))(*batch())
     before = bits(gradients)
@@ -140,7 +140,7 @@ def test_unscale_after_value_and_grad_leaves_unscaled_gradients_alone():
     assert bits(gradients) == before
 
 
-def test_an_overflow_that_clipping_hid_is_still_skipped():
+def test_overflow_that_clipping_hid_is_still_skipped():
     scaler, optimizer = used(), optim.SGD(1.0)
     gradients = scaler.unscale_(optimizer, {"w": mx.array([INF, 1.0])})
     gradients = {"w": mx.zeros(2)}
@@ -149,7 +149,7 @@ def test_an_overflow_that_clipping_hid_is_still_skipped():
     assert optimizer.step.item() == 0
 
 
-def test_a_finite_gradient_that_unscaling_overflows_is_skipped():
+def test_finite_gradient_that_unscaling_overflows_is_skipped():
     # PyTorch looks only at the scaled gradient and applies the inf.
     scaler = GradScaler(init_scale=2.0**-64)
     scaler.scale(mx.array(1.0))
@@ -161,7 +161,7 @@ def test_a_finite_gradient_that_unscaling_overflows_is_skipped():
 
 
 @pytest.mark.parametrize("grads", [{}, {"layers": [{}, {}]}])
-def test_a_step_without_gradients_is_refused(grads):
+def test_step_without_gradients_is_refused(grads):
     # As in PyTorch: an applied step would let the scale grow.
     scaler, model = used(), Mlp()
     before = bits([model.parameters(), scaler.state])
@@ -171,7 +171,7 @@ def test_a_step_without_gradients_is_refused(grads):
     assert bits([model.parameters(), scaler.state]) == before
 
 
-def test_frozen_and_quantized_layers_stay_and_the_others_train():
+def test_frozen_and_quantized_layers_stay_unchanged_and_the_others_train():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
     nn.quantize(model, class_predicate=lambda path, m: path == "layers.0")
     model.layers[1].freeze()
@@ -187,7 +187,7 @@ def test_frozen_and_quantized_layers_stay_and_the_others_train():
     assert changed == {"layers.0.bias", "layers.2.weight", "layers.2.bias"}
 
 
-def test_half_parameters_warn_once_about_masters():
+def test_half_precision_parameters_warn_once_about_master_weights():
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
     scaler = GradScaler(init_scale=256.0)
     loss_and_grad = scaler.value_and_grad(model, mse(model))

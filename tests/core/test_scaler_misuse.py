@@ -44,7 +44,7 @@ def test_scaled_and_unscaled_gradients_are_not_mixed_in_one_scaler():
             first(scaler)
 
 
-def test_a_device_as_in_pytorch_is_refused():
+def test_pytorch_device_argument_is_refused():
     with pytest.raises(TypeError, match=r"has no device argument.*Omit"):
         GradScaler("cuda")
     with pytest.raises(TypeError, match="device"):
@@ -68,7 +68,7 @@ def test_value_and_grad_refuses_arguments_that_are_not_a_model_or_a_function():
         ("update", "without a step"),
     ],
 )
-def test_calls_out_of_order_are_refused(calls, message):
+def test_scaler_calls_out_of_order_are_refused(calls, message):
     scaler, optimizer = used(), optim.SGD(1.0)
     call = {
         "unscale": lambda: scaler.unscale_(optimizer, {"w": mx.ones(1)}),
@@ -84,7 +84,7 @@ def test_calls_out_of_order_are_refused(calls, message):
 
 @each_mode
 @pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
-def test_gradients_of_plain_value_and_grad_count_as_unscaled_with_one_warning(
+def test_gradients_of_plain_value_and_grad_are_treated_as_unscaled_with_one_warning(
     wrap, compiled
 ):
     mx.random.seed(4)
@@ -127,7 +127,7 @@ def test_gradients_of_another_model_raise_at_the_step(wrap):
     assert bits([other.parameters(), scaler.state]) == before
 
 
-def test_after_a_refused_step_the_iteration_continues():
+def test_iteration_continues_after_a_refused_step():
     scaler, optimizer = used(), optim.SGD(1.0)
     with pytest.raises(ValueError, match="no such parameter"):
         scaler.apply_gradients(optimizer, {"x": mx.ones(1)}, {"w": mx.ones(1)})
@@ -142,7 +142,7 @@ def test_apply_gradients_refuses_an_argument_that_is_not_an_optimizer(first):
         used().apply_gradients(first, {"w": mx.ones(1)}, {"w": mx.ones(1)})
 
 
-def test_a_model_in_place_of_gradients_is_refused_and_stays_as_it_was():
+def test_model_passed_as_gradients_is_refused_and_unchanged():
     model, optimizer, scaler = nn.Linear(2, 1), optim.SGD(1.0), GradScaler()
     scaler.scale(mx.array(1.0))
     before = np.array(model.weight)
@@ -174,7 +174,7 @@ def test_scale_warns_only_if_its_result_is_not_differentiated(inside):
 
 
 @pytest.mark.compiles
-def test_scaler_that_a_compiled_step_does_not_list_says_so_when_it_is_read():
+def test_scaler_missing_from_compile_inputs_raises_when_it_is_read():
     model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
     loss_and_grad = scaler.value_and_grad(model, mse(model))
     optimizer.init(model.trainable_parameters())

@@ -21,7 +21,7 @@ def trained(**settings):
     return scaler
 
 
-def test_the_state_dict_is_pytorchs_with_its_types():
+def test_state_dict_has_the_keys_and_types_of_pytorch():
     state = GradScaler(init_scale=4, growth_factor=1.1).state_dict()
     assert state == {
         "scale": 4.0,
@@ -33,7 +33,7 @@ def test_the_state_dict_is_pytorchs_with_its_types():
     assert [type(x) for x in state.values()] == [float, float, float, int, int]
 
 
-def test_state_dict_has_settings_that_torch_lacks_only_if_they_were_changed():
+def test_state_dict_adds_settings_that_torch_lacks_only_if_they_changed():
     state = trained(backoff_interval=3, min_scale=1.0).state_dict()
     extra = set(state) - set(GradScaler().state_dict())
     assert extra == {"backoff_interval", "min_scale", "skipped_steps"}
@@ -42,7 +42,7 @@ def test_state_dict_has_settings_that_torch_lacks_only_if_they_were_changed():
 @pytest.mark.parametrize(
     "suffix", [".json", ".json.gz", ".safetensors", ".pt", ".pt.gz"]
 )
-def test_a_saved_file_restores_the_whole_state(tmp_path, suffix):
+def test_saved_file_restores_the_whole_state(tmp_path, suffix):
     scaler = trained(growth_factor=1.5, backoff_interval=2, max_scale=2.0**30)
     path = tmp_path / f"scaler{suffix}"
     scaler.save(path)
@@ -116,7 +116,7 @@ def test_load_state_dict_ignores_extra_keys_and_accepts_mlx_and_numpy_scalars():
 
 
 @pytest.mark.parametrize("load", ["state dict", "wrapper state"])
-def test_a_guarded_optimizer_behaves_as_the_dynamic_state_that_it_loads(load):
+def test_guarded_optimizer_follows_the_dynamic_state_that_it_loads(load):
     optimizer, weights = GuardedOptimizer(optim.SGD(0.1)), {"w": mx.ones(1)}
     optimizer.init(weights)
     other = LossScaleOptimizer(optim.SGD(0.1), GradScaler(512.0, growth_interval=1))

@@ -135,7 +135,7 @@ def drive(side, iteration):
 @pytest.mark.parametrize("side", [Mlx, MlxUnscaled], ids=["scaled", "unscaled"])
 @settings(max_examples=80)
 @given(powers_of_two, st.lists(iterations, max_size=14))
-def test_random_script_gives_the_scale_tracker_weights_and_skips_of_torch(
+def test_random_scripts_give_the_same_scales_weights_and_skips_as_torch(
     side, arguments, script
 ):
     theirs, ours = Torch(arguments), side(arguments)
@@ -193,7 +193,7 @@ def check_continues_alike(ours, theirs):
     assert shared == theirs.scaler.state_dict()
 
 
-def test_a_state_saved_by_torch_continues_here(tmp_path):
+def test_state_saved_by_torch_resumes_in_mlx(tmp_path):
     theirs, ours = run(Torch(ARGUMENTS), PATTERN), Mlx({})
     torch.save(theirs.scaler.state_dict(), tmp_path / "scaler.pt")
     ours.scaler.load(tmp_path / "scaler.pt")
@@ -201,7 +201,7 @@ def test_a_state_saved_by_torch_continues_here(tmp_path):
     check_continues_alike(ours, theirs)
 
 
-def test_a_state_saved_here_continues_in_torch(tmp_path):
+def test_state_saved_in_mlx_resumes_in_torch(tmp_path):
     ours, theirs = run(Mlx(ARGUMENTS), PATTERN), Torch({})
     ours.scaler.save(tmp_path / "scaler.pt")
     state = torch.load(tmp_path / "scaler.pt", weights_only=True)
@@ -209,7 +209,7 @@ def test_a_state_saved_here_continues_in_torch(tmp_path):
     check_continues_alike(ours, theirs)
 
 
-def test_a_scale_at_which_torch_destroys_weights_cannot_be_reached():
+def test_scale_at_which_torch_destroys_weights_cannot_be_reached():
     # At a scale of 2**-130 its float32 reciprocal is inf: PyTorch applies it.
     theirs = Torch({"init_scale": 2.0**-130})
     theirs.step(0, 1.0, False)

@@ -153,7 +153,7 @@ def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
 @each_half
 @pytest.mark.parametrize("name", ["SGD", "AdamW corrected", "Adafactor", "Muon"])
-def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
+def test_half_parameters_without_master_weights_step_in_float32_and_keep_their_dtype(
     name, dtype
 ):
     make = OPTIMIZERS[name]
@@ -182,7 +182,7 @@ def test_skipped_step_with_remainders_changes_no_bit_and_others_match_bare_steps
 
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
 @pytest.mark.parametrize("norm", [None, 5.0], ids=["", "clipped"])
-def test_every_leaf_of_a_tree_can_skip_the_step(value, norm):
+def test_non_finite_value_in_any_leaf_skips_the_step(value, norm):
     optimizer = GuardedOptimizer(optim.SGD(0.1, momentum=0.9), max_grad_norm=norm)
     weights = parameters()
     optimizer.init(weights)
@@ -196,7 +196,7 @@ def test_every_leaf_of_a_tree_can_skip_the_step(value, norm):
     assert bits([weights, optimizer.state["optimizer"]]) == before
 
 
-def test_no_optimizer_of_mlx_is_missing_from_the_matrix():
+def test_every_mlx_optimizer_is_in_the_skip_matrix():
     there = {
         name
         for name, x in vars(optim).items()

@@ -59,12 +59,12 @@ def test_streak_of_50_skipped_steps_warns_wherever_it_starts(start):
 
 
 @pytest.mark.parametrize("kind", ["scaler", "wrapper"])
-def test_49_skipped_steps_at_a_time_are_not_50_in_a_row(kind):
+def test_streaks_of_49_skipped_steps_do_not_warn(kind):
     factors = ([INF] * 49 + [1.0]) * 4
     assert not any("in a row" in text for _, text in warnings_of(loop(kind), factors))
 
 
-def test_scale_at_which_all_gradients_underflow_warns_with_a_remedy():
+def test_scale_at_which_all_gradients_underflow_warns_with_advice():
     found = warnings_of(loop("wrapper"), [INF] * 40 + [1.0] * 70)
     assert [text for _, text in found if "fallen to 6e-08" in text]
     assert [text for _, text in found if "scaler.update(65536.0)" in text]

@@ -24,7 +24,7 @@ ORDER = (
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_core_imports_in_one_direction(path):
+def test_core_imports_in_one_direction(path):
     below = {*ORDER[: ORDER.index(path.stem)]}
     text = path.read_text()
     own = {*re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)}
@@ -69,7 +69,7 @@ print(*(name for name in sys.modules if name.startswith("mlx_gradscale.core.")))
 """
 
 
-def test_the_core_trains_with_the_rest_of_the_package_removed():
+def test_core_trains_with_the_rest_of_the_package_removed():
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", TRAIN_ALONE, str(CORE.parents[1])],
         capture_output=True,
@@ -93,14 +93,14 @@ def test_only_optimizers_py_uses_private_attributes_of_mlx(path):
     assert found & PRIVATE == (PRIVATE if path.name == "optimizers.py" else set())
 
 
-def test_mlx_still_has_the_private_attributes_that_optimizers_py_uses():
+def test_installed_mlx_has_the_private_attributes_that_optimizers_py_uses():
     private = {name for name in vars(optim.AdamW(1e-3)) if name.startswith("_")}
     assert private == set(optimizers._NOT_SETTINGS)
     assert PRIVATE - {"_split_dictionary"} <= private
     assert hasattr(optim.MultiOptimizer, "_split_dictionary")
 
 
-def test_the_scaler_has_about_thirty_public_names_with_docstrings():
+def test_scaler_has_about_thirty_public_names_with_docstrings():
     names = [name for name in dir(GradScaler) if not name.startswith("_")]
     assert len(names) <= 32
     assert all(getattr(GradScaler, name).__doc__ for name in names)

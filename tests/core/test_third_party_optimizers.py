@@ -166,21 +166,19 @@ KINDS = [*REFUSED, CountInAttribute, Around, InPlace, SingularValue, Quantized]
 
 @pytest.mark.parametrize("bad", [(), (0, 3), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("make", KINDS)
-def test_an_eager_step_of_any_optimizer_is_exact_with_skips_in_the_first_steps(
-    make, bad
-):
+def test_eager_step_of_any_optimizer_is_exact_with_skips_in_the_first_steps(make, bad):
     check_beside_bare(make, False, bad, columns=32 if make is Quantized else 6)
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("make", [InPlace, SingularValue])
-def test_optimizer_with_stable_state_keys_is_right_inside_compile(make):
+def test_optimizer_with_stable_state_keys_is_correct_inside_compile(make):
     check_beside_bare(make, True, bad=(0, 3))
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("make", REFUSED)
-def test_a_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(make):
+def test_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(make):
     optimizer, weights = GuardedOptimizer(make()), {"a": {"bias": mx.ones(4)}}
     optimizer.init(weights)
     step = mx.compile(
@@ -191,7 +189,7 @@ def test_a_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(
 
 
 @pytest.mark.compiles
-def test_a_third_party_class_is_never_compiled_behind_the_users_back():
+def test_third_party_optimizer_is_never_compiled_implicitly():
     class Scaled(optim.SGD):
         by = 1.0
 
@@ -205,7 +203,7 @@ def test_a_third_party_class_is_never_compiled_behind_the_users_back():
         assert weights["w"].item() == expected
 
 
-def test_random_numbers_are_drawn_anew_and_none_in_a_skipped_step():
+def test_each_applied_step_draws_new_random_numbers_and_a_skipped_step_none():
     class Noisy(optim.SGD):
         def apply_single(self, gradient, parameter, state):
             return parameter + mx.random.normal(parameter.shape)
@@ -222,7 +220,7 @@ def test_random_numbers_are_drawn_anew_and_none_in_a_skipped_step():
     assert found == expected
 
 
-def test_a_schedule_is_asked_once_per_applied_step():
+def test_schedule_is_called_once_per_applied_step():
     asked = []
 
     def schedule(step):
@@ -256,7 +254,7 @@ def test_overrides_that_a_step_would_not_call_are_refused():
         guarded_apply(Ten([optim.SGD(0.1)], []), *inputs)
 
 
-def test_a_state_with_arrays_in_a_tuple_is_refused():
+def test_state_with_arrays_in_a_tuple_is_refused():
     class InATuple(optim.Optimizer):
         def init_single(self, parameter, state):
             state["mv"] = (mx.zeros_like(parameter), mx.zeros_like(parameter))
@@ -268,7 +266,7 @@ def test_a_state_with_arrays_in_a_tuple_is_refused():
         guarded_apply(InATuple(), {"w": mx.ones(2)}, {"w": mx.ones(2)})
 
 
-def test_an_optimizer_that_raises_leaves_everything_as_it_was():
+def test_optimizer_that_raises_leaves_parameters_and_state_unchanged():
     class Failing(Own):
         fails = False
 
@@ -288,7 +286,7 @@ def test_an_optimizer_that_raises_leaves_everything_as_it_was():
     assert bits([weights, optimizer.state]) == before
 
 
-def test_a_parameter_that_is_added_later_has_a_first_step_of_its_own():
+def test_parameter_added_later_gets_its_own_first_step():
     optimizer, weights = KeyFromGradients(), {"a": mx.ones(1)}
     for i in range(4):
         if i == 2:
@@ -316,9 +314,7 @@ def pickled(optimizer):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, set_state])
 @pytest.mark.parametrize("make", [NumberInState, KeyFromGradients])
-def test_a_copy_of_a_wrapped_third_party_optimizer_continues_as_the_original(
-    make, copied
-):
+def test_copy_of_a_wrapped_third_party_optimizer_steps_like_the_original(make, copied):
     optimizer, weights = GuardedOptimizer(make()), {"w": mx.ones(2)}
     for _ in range(2):
         weights = optimizer.apply_gradients({"w": mx.array([0.5, -1.0])}, weights)
@@ -333,7 +329,7 @@ def test_a_copy_of_a_wrapped_third_party_optimizer_continues_as_the_original(
 
 @pytest.mark.parametrize("when", ["before init", "after init"])
 @pytest.mark.parametrize("is_plain", [False, True], ids=["wrapped", "plain state"])
-def test_a_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, when):
+def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, when):
     # A list in a flattened state ends at its last array.
     weights = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
     gradients = {"layers": [{}, mx.array([0.5, -1.0]), {}]}
@@ -353,7 +349,7 @@ def test_a_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, w
     assert repr(other.optimizer.state) == repr(optimizer.optimizer.state)
 
 
-def test_scaler_tells_optimizers_apart_that_compare_equal():
+def test_scaler_distinguishes_optimizers_that_compare_equal():
     class Equal(optim.SGD):
         def __eq__(self, other):
             return True
@@ -365,7 +361,7 @@ def test_scaler_tells_optimizers_apart_that_compare_equal():
     scaler.update()
 
 
-def test_a_list_named_states_may_hold_arrays_and_the_norm_be_a_numpy_number():
+def test_list_of_arrays_named_states_and_numpy_max_grad_norm_are_accepted():
     optimizer = GuardedOptimizer(FlagForAll(), max_grad_norm=np.float32(2))
     optimizer.apply_gradients(*[{"w": mx.ones(2)}] * 2)
     assert (optimizer.step.item(), optimizer.max_grad_norm) == (1, 2.0)

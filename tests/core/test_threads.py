@@ -29,7 +29,7 @@ def train(training):
 
 @each_loop
 @pytest.mark.parametrize("init", [False, True])
-def test_an_optimizer_made_in_one_thread_trains_in_another(compiled, init):
+def test_optimizer_made_in_one_thread_trains_in_another(compiled, init):
     expected, training = train(make(compiled)), make(compiled, init=init)
     with ThreadPoolExecutor() as threads:
         assert threads.submit(train, training).result() == expected

@@ -18,7 +18,7 @@ def dtypes(tree):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
+def test_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
     model, scaler, seen = Mlp(), GradScaler(), []
     before = bits(model.parameters())
 
@@ -34,7 +34,7 @@ def test_the_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
 
 
 @pytest.mark.compiles
-def test_dropout_draws_anew_in_a_compiled_step():
+def test_dropout_draws_a_new_mask_in_each_compiled_step():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     scaler = GradScaler(init_scale=16.0)
     loss_and_grad = scaler.value_and_grad(
@@ -48,7 +48,7 @@ def test_dropout_draws_anew_in_a_compiled_step():
     assert traced.count == 1
 
 
-def test_aux_keywords_integers_and_a_model_argument_pass_through():
+def test_auxiliary_outputs_keywords_integers_and_model_arguments_pass_through():
     model, seen = Mlp(), {}
 
     def loss_fn(model_argument, x, *, labels, options):
@@ -100,7 +100,7 @@ def test_frozen_kept_and_float32_layers_are_not_cast(kept):
     assert dtypes(grads) == {mx.float32}
 
 
-def test_cast_inputs_false_leaves_the_arguments_alone():
+def test_cast_inputs_false_does_not_cast_the_arguments():
     model = Mlp()
     seen = {}
 
@@ -136,7 +136,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, "float16", np.float16])
-def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
+def test_compute_dtype_that_is_not_floating_is_refused(dtype):
     with pytest.raises(ValueError, match="must be a floating dtype"):
         GradScaler().value_and_grad(Mlp(), lambda: None, dtype)
 
@@ -151,7 +151,7 @@ def test_value_and_grad_restores_the_models_own_arrays(compute_dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_half_model_given_float32_inputs_is_warned_about_promotion_once(dtype):
+def test_half_model_with_float32_inputs_warns_once_about_promotion(dtype):
     model = Mlp(dtype=dtype)
     loss_and_grad = GradScaler(64.0).value_and_grad(model, mse(model))
     with warnings.catch_warnings(record=True) as caught:
@@ -169,7 +169,7 @@ def square_norm(tree):
 
 
 @pytest.mark.parametrize("compute_dtype", [None, mx.bfloat16])
-def test_a_gradient_penalty_inside_a_loss_function_is_right(compute_dtype):
+def test_gradient_penalty_inside_a_loss_function_is_correct(compute_dtype):
     model, scaler = Mlp(), GradScaler(1024.0)
     inner = nn.value_and_grad(model, mse(model))
 
@@ -184,7 +184,7 @@ def test_a_gradient_penalty_inside_a_loss_function_is_right(compute_dtype):
         assert mx.allclose(a, b, rtol=near, atol=near), path
 
 
-def test_a_penalty_on_the_gradients_of_value_and_grad_is_right():
+def test_penalty_on_gradients_from_value_and_grad_is_correct():
     model, scaler = Mlp(), GradScaler(1024.0)
     ours = scaler.value_and_grad(model, mse(model))
     plain = nn.value_and_grad(model, mse(model))

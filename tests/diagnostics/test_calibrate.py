@@ -11,7 +11,7 @@ from mlx_gradscale.diagnostics import calibrate
 
 
 @pytest.mark.parametrize("weight", [1e-3, 1.0, 1e3, 1e6])
-def test_scale_is_the_largest_that_fits_with_headroom(weight):
+def test_calibrated_scale_is_the_largest_that_fits_with_headroom(weight):
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
 
     def loss_fn(x, y):
@@ -32,7 +32,7 @@ def test_scale_is_the_largest_that_fits_with_headroom(weight):
     assert not applied(4 * scale) or scale == 2.0**23
 
 
-def test_model_and_random_state_are_unchanged():
+def test_calibrate_does_not_change_the_model_or_the_random_state():
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm(16), nn.Dropout(0.5))
     model.set_dtype(mx.float16)
     before, key = bits(model.parameters()), mx.random.state[0].tolist()
@@ -45,7 +45,7 @@ def test_model_and_random_state_are_unchanged():
     scaler.scale(mx.array(1.0))
 
 
-def test_batch_that_no_scale_cures_raises():
+def test_calibrate_raises_if_a_batch_overflows_at_every_scale():
     model, (x, y) = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     scaler = GradScaler(8.0)
     with pytest.raises(ValueError, match="loss on this batch is nan at any loss scale"):
@@ -55,13 +55,13 @@ def test_batch_that_no_scale_cures_raises():
     assert scaler.get_scale() == 8.0
 
 
-def test_returned_scale_respects_the_limits_of_the_scaler():
+def test_calibrated_scale_respects_the_limits_of_the_scaler():
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     scaler = GradScaler(8.0, max_scale=16.0)
     assert calibrate(scaler, model, mse(model), *data) == scaler.get_scale() == 16.0
 
 
-def test_casts_are_those_of_value_and_grad():
+def test_calibrate_casts_like_value_and_grad():
     model, scaler = Mlp(), GradScaler()
 
     def loss_fn(x, y):
@@ -74,5 +74,5 @@ def test_casts_are_those_of_value_and_grad():
     assert calibrate(scaler, model, loss_fn, x, y + 1e6, cast_inputs=False, **options)
 
 
-def test_disabled_scaler_stays_at_one():
+def test_calibrating_a_disabled_scaler_returns_one():
     assert calibrate(GradScaler(enabled=False), None, None) == 1.0

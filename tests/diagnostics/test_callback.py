@@ -19,7 +19,7 @@ def skipping(times):
     return scaler
 
 
-def test_disabled_scaler_is_reported_with_a_scale_of_one(capsys):
+def test_callback_reports_a_disabled_scaler_with_a_scale_of_one(capsys):
     callback = LossScaleCallback(GradScaler(enabled=False))
     callback.on_train_loss_report({"iteration": 1})
     assert capsys.readouterr().out == "Iter 1: scale 2^0, skipped 0\n"

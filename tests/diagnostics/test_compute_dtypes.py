@@ -21,7 +21,7 @@ class Masked(nn.Module):
         return self.out(self.embedding(tokens) + positions)
 
 
-def test_first_promoted_layer_is_named_and_the_model_unchanged():
+def test_compute_dtypes_names_the_first_promoted_layer_and_keeps_the_model():
     model = Masked()
     before = bits(model.parameters())
 
@@ -47,7 +47,7 @@ def test_float32_batch_promotes_the_first_layer():
 
 
 @pytest.mark.parametrize("how", ["half", "compute_dtype", "float32 layer", "float32"])
-def test_nothing_is_promoted(how):
+def test_compute_dtypes_reports_no_promotion_in_a_sound_model(how):
     is_half = how in ("half", "float32 layer")
     model = Mlp(dtype=mx.float16 if is_half else mx.float32)
     if how == "float32 layer":
@@ -70,7 +70,7 @@ def test_shared_layer_is_reported_at_each_call_under_its_first_path():
     assert paths == ["layers.0", "layers.0", "layers.1", ""]
 
 
-def test_layer_by_itself_is_named():
+def test_compute_dtypes_names_a_layer_that_promotes_its_own_output():
     class Casts(nn.Linear):
         def __call__(self, x):
             return super().__call__(x).astype(mx.float32)
@@ -82,7 +82,7 @@ def test_layer_by_itself_is_named():
     assert "none of its inputs is float32" in str(report)
 
 
-def test_two_models_are_distinguished():
+def test_compute_dtypes_distinguishes_two_models():
     class Generator(Mlp):
         pass
 
@@ -101,7 +101,7 @@ def test_two_models_are_distinguished():
     assert type(generator.layers[0]) is nn.Linear
 
 
-def test_all_batchnorms_with_half_statistics_are_named():
+def test_compute_dtypes_names_all_batchnorms_with_half_precision_statistics():
     model = nn.Sequential(nn.BatchNorm(8), nn.Linear(8, 8), nn.BatchNorm(8))
     model.set_dtype(mx.float16)
     x = batch(dtype=mx.float16)[0]

@@ -50,7 +50,7 @@ def check_cure(model, loss_fn, batch, **options):
     return report
 
 
-def test_cure_of_a_float16_model_makes_it_train():
+def test_suggested_float32_layers_make_a_float16_model_train():
     optimizer = LossScaleOptimizer(optim.SGD(0.05), GradScaler(16.0))
     for as_option in (False, True):
         model = Net(gain=1e5)
@@ -73,13 +73,13 @@ def test_cure_of_a_float16_model_makes_it_train():
     assert losses[-1] < losses[0]
 
 
-def test_cure_of_a_model_with_compute_dtype():
+def test_suggested_float32_layers_work_with_compute_dtype():
     model = Net(gain=1e5, dtype=mx.float32)
     report = check_cure(model, mse(model), (X, Y), scale=16.0, compute_dtype=HALF)
     assert report.cause == "forward"
 
 
-def test_cure_of_a_loss_reduced_in_float16():
+def test_suggested_float32_layers_fix_a_loss_reduced_in_float16():
     model = Net()
 
     def loss_fn(x, y):
@@ -90,7 +90,7 @@ def test_cure_of_a_loss_reduced_in_float16():
     assert report.cure == ["head to the loss"]
 
 
-def test_too_large_parameter_gets_a_float32_layer():
+def test_layer_with_too_large_a_parameter_becomes_float32():
     model = Net(dtype=mx.float32)
     model.norm.weight = mx.full((8,), 1e5)
     model.head.weight /= 1e5
@@ -98,7 +98,7 @@ def test_too_large_parameter_gets_a_float32_layer():
     assert (report.cause, report.layer) == ("forward", "norm")
 
 
-def test_cure_by_the_whole_model_says_what_else_to_do():
+def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
     class Own(Net):
         def __call__(self, x):
             x = mx.square(self.first(x) * 300)
@@ -115,7 +115,7 @@ def test_cure_by_the_whole_model_says_what_else_to_do():
     assert "x.astype(mx.float32)" in report.line
 
 
-def test_no_line_where_nothing_helps():
+def test_report_contains_no_fix_if_no_layers_help():
     model = Net()
 
     def loss_fn(x, y):

@@ -110,7 +110,7 @@ CASES = [  # gains, x, loss function, loss scale, cause, layer, text
 @pytest.mark.parametrize(
     ("gains", "x", "loss_fn", "scale", "cause", "layer", "text"), CASES
 )
-def test_first_overflow_is_named(gains, x, loss_fn, scale, cause, layer, text):
+def test_report_names_first_overflow(gains, x, loss_fn, scale, cause, layer, text):
     report = explain(Net(**gains), x, loss_fn, scale=scale)
     assert (report.cause, report.layer) == (cause, layer)
     assert text in str(report)
@@ -134,7 +134,7 @@ def test_parameters_kept_in_float32_and_float32_layers_do_not_overflow():
     assert explain(model, 4.0).cause == "nothing"
 
 
-def test_nan_in_the_batch_or_in_a_parameter_is_named():
+def test_explain_overflow_names_nan_in_the_batch_or_in_a_parameter():
     x = mx.ones((4, 8))
     x[1, 2] = NAN
     model = Net()
@@ -150,7 +150,7 @@ def test_nan_in_the_batch_or_in_a_parameter_is_named():
 
 
 @pytest.mark.parametrize("value", [250000.0, -250000.0])
-def test_argument_that_the_cast_makes_infinite_is_named(value):
+def test_explain_overflow_names_an_argument_that_overflows_in_the_cast(value):
     model = Net()
 
     def loss_fn(x, batch, weight=None):
@@ -172,7 +172,7 @@ def test_argument_that_the_cast_makes_infinite_is_named(value):
     assert explained(cast_inputs=False).cause == "nothing"
 
 
-def test_mask_that_the_cast_makes_infinite_is_blamed_only_if_it_is_at_fault():
+def test_mask_that_overflows_in_the_cast_is_reported_only_if_it_is_the_cause():
     model = Net()
 
     def loss_fn(x, mask):
@@ -216,13 +216,13 @@ class Masked(nn.Module):
 @pytest.mark.parametrize(
     ("x", "scale", "cause"), [(1e-3, 2.0**8, "gradients"), (0.07, 1.0, "forward")]
 )
-def test_mask_of_minus_infinity_is_no_overflow(x, scale, cause):
+def test_mask_of_minus_infinity_is_not_an_overflow(x, scale, cause):
     report = explain(Masked(), x, scale=scale)
     assert (report.cause, report.layer) == (cause, "after")
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_overflow_of_either_sign_in_a_frozen_layer_is_no_mask(sign):
+def test_overflow_of_either_sign_in_a_frozen_layer_is_not_mistaken_for_a_mask(sign):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     for layer, gain in zip(model.layers, (3e4, 1e-4, 1.0), strict=True):
         layer.weight = mx.eye(8) * gain
@@ -237,7 +237,7 @@ def test_overflow_of_either_sign_in_a_frozen_layer_is_no_mask(sign):
     assert report.cure == ["layers.0 to layers.1"]
 
 
-def test_report_lists_the_first_twenty_leaves():
+def test_overflow_report_lists_the_first_twenty_leaves():
     leaves = nonfinite([mx.array([NAN, 1.0, -float("inf")]) for _ in range(30)])
     report = OverflowReport("gradients", None, "", 1.0, 1.0, leaves)
     *_, header, first = str(report).splitlines()[:-20]
@@ -246,7 +246,7 @@ def test_report_lists_the_first_twenty_leaves():
     assert str(report).endswith("\n... and 10 more")
 
 
-def test_aux_outputs_and_keywords_work():
+def test_explain_overflow_accepts_auxiliary_outputs_and_keywords():
     def loss_fn(model, x, *, gain):
         return gain * mean_square(model, x), mx.array(4)
 
@@ -255,7 +255,7 @@ def test_aux_outputs_and_keywords_work():
 
 
 @pytest.mark.compiles
-def test_checkpointed_and_compiled_layers_are_seen():
+def test_explain_overflow_sees_checkpointed_and_compiled_layers():
     model = Net(fc1=1e4)
 
     def loss_fn(model, _):
@@ -270,7 +270,7 @@ def test_checkpointed_and_compiled_layers_are_seen():
     assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
 
 
-def test_caller_of_a_checkpointed_layer_is_known():
+def test_explain_overflow_knows_the_caller_of_a_checkpointed_layer():
     class Checkpointed(Net):
         def __call__(self, x):
             x = self.blocks[0](x)
@@ -283,7 +283,7 @@ def test_caller_of_a_checkpointed_layer_is_known():
 
 
 @pytest.mark.parametrize("dtype", [None, HALF])
-def test_model_is_restored_after_an_error(dtype):
+def test_explain_overflow_restores_the_model_after_an_error(dtype):
     model = Net()
     model.train()
     before = model_state(model)
@@ -300,7 +300,7 @@ def test_model_is_restored_after_an_error(dtype):
     assert model_state(model) == before
 
 
-def test_loss_from_scale_loss_has_its_own_scale():
+def test_explain_overflow_uses_the_scale_of_a_scale_loss_function():
     model, scaler = Net(), GradScaler(init_scale=2.0**30)
     scaled = scaler.scale_loss(mean_square)
     assert explain(model, loss_fn=scaled).cause == "gradients"

@@ -21,7 +21,7 @@ def powers_of(values):
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_every_half_precision_number_is_in_its_bin(dtype):
+def test_every_half_precision_number_is_counted_in_its_bin(dtype):
     bits = np.arange(2**16, dtype=np.uint16)
     if dtype == mx.float16:
         values = bits.view(np.float16)
@@ -53,7 +53,7 @@ def test_values_that_round_up_to_infinity_overflow():
     st.lists(FLOATS, min_size=1, max_size=40),
     st.integers(min_value=-10, max_value=24),
 )
-def test_shares_agree_with_a_cast(values, p):
+def test_histogram_shares_agree_with_a_cast_to_float16(values, p):
     values = np.array(values, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         scaled = values.astype(np.float64) * 2.0**p
@@ -71,7 +71,7 @@ def test_shares_agree_with_a_cast(values, p):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(FLOATS, min_size=1, max_size=30))
-def test_no_other_scale_loses_less_than_the_best(values):
+def test_no_other_scale_loses_fewer_gradients_than_the_best_scale(values):
     histogram = gradient_histogram([mx.array(np.array(values, np.float32))])
     best = histogram.best_scale
     if not any(values):
@@ -89,7 +89,7 @@ def test_no_other_scale_loses_less_than_the_best(values):
     assert lost(np.log2(best)) <= min(lost(p) for p in range(-64, 65))
 
 
-def test_best_scale_is_in_the_middle_and_below_one_that_overflowed():
+def test_best_scale_is_the_middle_one_and_below_a_scale_that_overflowed():
     # From 2**-14 on it is normal, up to 2**15 it is finite.
     assert gradient_histogram([mx.array([1.0])]).best_scale == 1.0
     assert gradient_histogram([mx.array([2.0**-10])]).best_scale == 1024.0
@@ -110,7 +110,7 @@ def test_scaled_gradients_give_the_same_histogram():
     assert "50.00%" in text
 
 
-def test_leaves_are_counted_alone_and_together():
+def test_histogram_counts_each_leaf_and_all_leaves():
     grads = {
         "a": {"weight": mx.full((4, 100), 2.0**-3).T},
         "b": [mx.array(8.0, mx.float16), mx.array([1, 2, 3])],
@@ -123,14 +123,14 @@ def test_leaves_are_counted_alone_and_together():
     assert histogram.by_power() == {-3: 400, 1: 1, 2: 1, 3: 1}
 
 
-def test_tree_without_floating_leaves_is_empty():
+def test_histogram_of_a_tree_without_floating_leaves_is_empty():
     histogram = gradient_histogram({"n": mx.array([1, 2])})
     assert (histogram.size, histogram.best_scale) == (0, None)
     assert histogram.at(1.0).zero == 0
     assert str(histogram)
 
 
-def test_misuse_raises():
+def test_gradient_histogram_refuses_wrong_trees_and_scales():
     with pytest.raises(TypeError, match="tree of arrays"):
         gradient_histogram({"w": 1.0})
     with pytest.raises(ValueError, match="positive"):

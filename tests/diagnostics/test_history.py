@@ -31,7 +31,7 @@ RECORDS = st.lists(
 
 
 @each_mode
-def test_history_has_every_step(compiled):
+def test_history_records_every_step(compiled):
     model, optimizer = nn.Linear(3, 1), optim.SGD(1e-3)
     optimizer.init(model.trainable_parameters())
     scaler, history = GradScaler(init_scale=256.0), ScaleHistory(every=4)
@@ -61,7 +61,7 @@ def test_history_has_every_step(compiled):
 
 
 @pytest.mark.compiles
-def test_record_reads_nothing_and_an_error_inside_the_block_is_not_hidden():
+def test_history_does_not_sync_in_record_or_hide_an_error_in_its_block():
     def step(x, error=None):
         with ScaleHistory() as history:
             # Inside a trace, reading raises.
@@ -76,7 +76,7 @@ def test_record_reads_nothing_and_an_error_inside_the_block_is_not_hidden():
         mx.compile(partial(step, error=ZeroDivisionError()))(mx.array(1.0))
 
 
-def test_optimizer_provides_its_gradient_norm():
+def test_history_records_the_gradient_norm_of_the_optimizer():
     model = nn.Linear(3, 1)
     optimizer = LossScaleOptimizer(optim.SGD(0.1), max_grad_norm=1.0)
     loss_and_grad = optimizer.value_and_grad(model, lambda x: model(x).sum())
@@ -86,7 +86,7 @@ def test_optimizer_provides_its_gradient_norm():
     assert history.records[0].grad_norm == pytest.approx(26**0.5)
 
 
-def test_step_may_be_an_array_as_in_mlx_optimizers(tmp_path):
+def test_history_step_may_be_an_array_as_in_mlx_optimizers(tmp_path):
     optimizer = LossScaleOptimizer(optim.SGD(0.1))
     optimizer.init({"w": mx.ones(2)})
     with ScaleHistory(tmp_path / "run.csv") as history:
@@ -95,7 +95,7 @@ def test_step_may_be_an_array_as_in_mlx_optimizers(tmp_path):
     assert history.records[0].step == 7
 
 
-def test_disabled_scaler_is_recorded_with_a_scale_of_one():
+def test_history_records_a_disabled_scaler_with_a_scale_of_one():
     history = ScaleHistory()
     history.record(GradScaler(enabled=False))
     assert history.records[0].scale == 1.0
@@ -114,7 +114,7 @@ def write(history, records):
 @each_format
 @settings(deadline=None, max_examples=25)
 @given(records=RECORDS)
-def test_files_round_trip(records, name, tmp_path_factory):
+def test_history_files_round_trip(records, name, tmp_path_factory):
     path = tmp_path_factory.mktemp("history") / name
     write(ScaleHistory(path), records)
     # As text, in which NaN is equal to itself.
@@ -125,7 +125,7 @@ def test_files_round_trip(records, name, tmp_path_factory):
 
 
 @each_format
-def test_line_that_a_crash_cut_off_is_dropped(tmp_path, name):
+def test_history_line_that_a_crash_cut_off_is_dropped(tmp_path, name):
     path = tmp_path / name
     write(ScaleHistory(path), [ScaleRecord(i, 8.0, True, 0.5) for i in (1, 2, 3)])
     whole = path.read_bytes()
@@ -140,7 +140,7 @@ def test_line_that_a_crash_cut_off_is_dropped(tmp_path, name):
 
 
 @each_format
-def test_second_run_continues_the_file_and_may_repeat_steps(tmp_path, name):
+def test_second_run_appends_to_the_history_file_and_may_repeat_steps(tmp_path, name):
     path, scaler = tmp_path / name, GradScaler()
     for steps in (100, 30):
         with ScaleHistory(path) as history:
@@ -169,7 +169,7 @@ def test_second_run_continues_the_file_and_may_repeat_steps(tmp_path, name):
         ("run.jsonl", '{"step": 1, "applied": true, "scale": ' + "9" * 400 + "}\n"),
     ],
 )
-def test_other_file_is_refused_and_left_alone(tmp_path, name, content):
+def test_file_that_is_no_history_is_refused_and_unchanged(tmp_path, name, content):
     path = tmp_path / name
     header = "step,scale,applied,grad_norm,loss\n"
     content = content.replace("{header}", header)
@@ -180,7 +180,7 @@ def test_other_file_is_refused_and_left_alone(tmp_path, name, content):
     assert path.read_text() == content
 
 
-def test_misuse_raises(tmp_path):
+def test_history_refuses_wrong_suffixes_optimizers_and_losses(tmp_path):
     with pytest.raises(ValueError, match=r"\.csv or \.jsonl"):
         ScaleHistory(tmp_path / "run.txt")
     history = ScaleHistory()

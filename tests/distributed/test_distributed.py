@@ -99,7 +99,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_four_ranks(four):
     check_data_parallel(equal(four, "data parallel short"), 4, 50)
 
 
-def test_scaler_in_an_own_loop_decides_with_one_all_reduce(two):
+def test_scaler_in_a_custom_loop_decides_with_one_all_reduce(two):
     report = equal(two, "own loop")
     skipped = overflows(40, 2).any(axis=1).sum()
     assert 0 < skipped == report["skipped"]
@@ -108,7 +108,7 @@ def test_scaler_in_an_own_loop_decides_with_one_all_reduce(two):
     assert report["all_reduces"] == 2
 
 
-def test_ranks_with_other_gradients_or_none_decide_together(two):
+def test_ranks_with_different_or_no_gradients_decide_together(two):
     for rank, report in enumerate(report["decide"] for report in two):
         for case, (scale, all_reduces, moved) in report.items():
             bad = case.endswith("True")
@@ -132,7 +132,7 @@ def test_shards_are_clipped_and_skipped_like_the_whole_model(ranks):
         assert report["error"] < 1e-6
 
 
-def test_shards_cost_one_all_reduce_besides_the_layers_own(two):
+def test_sharded_step_adds_one_all_reduce_to_those_of_the_layers(two):
     report = two[0]["tensor parallel"]
     assert report["all_reduces"] == report["all_reduces_without_group"] + 1
 
@@ -267,7 +267,7 @@ def test_group_of_one_does_not_communicate():
     assert from_rank_0(lambda: anything) is anything
 
 
-def test_wrong_group_arguments_are_refused_with_what_to_do():
+def test_wrong_group_arguments_are_refused_with_advice():
     group = mx.distributed.init()
     sgd = optim.SGD(0.1)
     for arguments in ({"average": True}, {"sharded": True}):

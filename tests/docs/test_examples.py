@@ -72,14 +72,14 @@ def test_resume_example_continues_a_killed_run_bit_identically():
     assert "60 of 60 losses are bit-identical" in output
 
 
-def test_make_pictures_draws_the_pictures_of_the_repository(tmp_path):
+def test_make_pictures_example_draws_the_pictures_of_the_repository(tmp_path):
     pytest.importorskip("tqdm", reason="the examples are not installed")
     run("make_pictures.py", "--steps", "12", "--output", str(tmp_path))
     committed = {path.name for path in (EXAMPLES / "pictures").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == committed - {"quickstart.png"}
 
 
-def test_torch_resume_agrees_with_pytorch():
+def test_torch_resume_example_agrees_with_pytorch():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     output = run("torch_resume.py")
     line = r"loss ([\d.]+) \(PyTorch ([\d.]+)\), scale (\d+) .*?(\d+)\)"

@@ -26,7 +26,7 @@ def test_release_needs_one_version_and_a_dated_changelog(tag, date, expected):
     assert prepare_release.problems(tag, "1.2", changelog) == expected
 
 
-def test_release_gets_urls_of_its_repository_unless_it_has_some():
+def test_release_uses_urls_of_its_repository_unless_they_are_set():
     text = prepare_release.with_urls('[project]\nname = "x"\n', ADDRESS)
     assert f'\n[project.urls]\nRepository = "{ADDRESS}"\n' in text
     assert prepare_release.with_urls(text, "https://elsewhere") == text
@@ -43,7 +43,7 @@ def test_readme_has_no_relative_links_on_pypi():
 @pytest.mark.parametrize(
     "path", [*(GITHUB / "workflows").iterdir()], ids=lambda path: path.name
 )
-def test_workflow_pins_actions_by_commit_and_has_least_permissions(path):
+def test_workflow_pins_actions_by_commit_and_has_minimal_permissions(path):
     text = path.read_text()
     assert "\npermissions:\n  contents: read\n\n" in text  # for every job, by default
     writes = {"deploy": ["pages", "id-token"], "publish": ["id-token"]}

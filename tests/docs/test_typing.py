@@ -9,7 +9,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-def test_a_users_script_passes_a_strict_type_checker(tmp_path):
+def test_users_script_passes_a_strict_type_checker(tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed")
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\n")

@@ -33,14 +33,14 @@ def test_arrays_come_back_bit_identical(tmp_path):
     assert [*found] == [*made]
 
 
-def test_float64_comes_back(tmp_path):
+def test_float64_arrays_survive_a_round_trip(tmp_path):
     with mx.stream(mx.cpu):
         made = mx.array(np.pi, mx.float64) * mx.array([1.0, -0.0], mx.float64)
         write_arrays(tmp_path / "a", {"x": made})
         assert bits(read_arrays(tmp_path / "a")) == bits({"x": made})
 
 
-def test_files_go_both_ways_with_mlx(tmp_path):
+def test_safetensors_files_are_interchangeable_with_mlx(tmp_path):
     path = str(tmp_path / "a.safetensors")
     write_arrays(path, arrays(), {"format": "mlx"})
     loaded, metadata = mx.load(path, return_metadata=True)
@@ -52,13 +52,13 @@ def test_files_go_both_ways_with_mlx(tmp_path):
     assert bits(read_arrays(path)) == bits({"w": mx.ones(2)})
 
 
-def test_header_is_read_without_the_tensors(tmp_path):
+def test_safetensors_header_is_read_without_the_tensors(tmp_path):
     write_arrays(tmp_path / "a", {"w": mx.zeros((2, 3), mx.float16), "b": mx.array(1)})
     found = read_shapes(tmp_path / "a")
     assert found == {"w": (mx.float16, (2, 3)), "b": (mx.int32, ())}
 
 
-def test_name_that_the_format_reserves_is_refused(tmp_path):
+def test_reserved_tensor_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="__metadata__"):
         write_arrays(tmp_path / "a", {"__metadata__": mx.zeros(1)})
     assert not list(tmp_path.iterdir())

@@ -38,7 +38,7 @@ def names(folder):
 
 
 @each_kind
-def test_next_writer_removes_what_killed_writers_left(kind, tmp_path):
+def test_next_writer_removes_temporary_files_of_killed_writers(kind, tmp_path):
     (tmp_path / LEFTOVER).mkdir()
     (tmp_path / LEFTOVER / "new").write_text("half")
     write(kind, tmp_path / "out")
@@ -47,7 +47,7 @@ def test_next_writer_removes_what_killed_writers_left(kind, tmp_path):
 
 
 @each_kind
-def test_old_content_is_replaced_at_the_end_and_leaves_nothing_behind(kind, tmp_path):
+def test_old_content_is_replaced_only_when_the_writer_finishes(kind, tmp_path):
     write(kind, tmp_path / "out", "old")
     with WRITERS[kind](tmp_path / "out") as opened:
         fill(opened, "new")
@@ -57,7 +57,7 @@ def test_old_content_is_replaced_at_the_end_and_leaves_nothing_behind(kind, tmp_
 
 
 @each_kind
-def test_living_writers_lose_nothing(kind, tmp_path):
+def test_concurrent_writers_do_not_remove_each_others_files(kind, tmp_path):
     with WRITERS[kind](tmp_path / "out") as first:
         with WRITERS[kind](tmp_path / "other") as second:
             fill(second, "second")
@@ -68,7 +68,7 @@ def test_living_writers_lose_nothing(kind, tmp_path):
     assert owner(tmp_path / "other") == "second"
 
 
-def test_last_of_two_writers_of_a_file_wins(tmp_path):
+def test_last_writer_of_a_file_wins(tmp_path):
     with atomic_write(tmp_path / "out") as first:
         write("file", tmp_path / "out", "second")
         first.write(b"first")
@@ -130,7 +130,7 @@ def test_pipes_and_folders_are_not_replaced(tmp_path):
 
 
 @each_kind
-def test_missing_folder_is_named(kind, tmp_path):
+def test_writing_into_a_missing_folder_names_the_folder(kind, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none'"):
         write(kind, tmp_path / "none" / "out")
 
@@ -155,7 +155,7 @@ def write_small_checkpoint(path, size):
     [lambda path, n: write_arrays(path, {"w": mx.zeros(n)}), write_small_checkpoint],
     ids=["arrays", "checkpoint"],
 )
-def test_write_that_does_not_fit_leaves_the_old_files(write, tmp_path):
+def test_write_beyond_the_file_size_limit_leaves_the_old_files(write, tmp_path):
     write(tmp_path / "out", 2)
     before = sorted(tmp_path.rglob("*"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -29,7 +29,7 @@ def test_folder_contains_its_files_but_not_similar_names(tmp_path):
     assert not contains(tmp_path / "run", tmp_path)
 
 
-def test_check_file_refuses_what_must_not_be_replaced(tmp_path):
+def test_check_file_refuses_paths_that_must_not_be_replaced(tmp_path):
     (tmp_path / "old").touch()
     os.mkfifo(tmp_path / "pipe")
     check_file(tmp_path / "new")
@@ -50,7 +50,7 @@ def test_bad_json_is_a_value_error_that_names_the_file(data, tmp_path):
         read_json(tmp_path / "a.json")
 
 
-def test_json_file_is_read_within_its_bound(tmp_path):
+def test_json_file_is_read_up_to_its_size_limit(tmp_path):
     with open(tmp_path / "sparse.json", "wb") as file:
         file.truncate(2**40)  # a terabyte of zeros
     with pytest.raises(ValueError, match="longer than 16,777,216"):
@@ -77,7 +77,7 @@ def time_out(*_):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_pipe_is_an_error_for_every_reader_and_not_waited_for(name, tmp_path):
+def test_every_reader_refuses_a_pipe_without_waiting(name, tmp_path):
     os.mkfifo(tmp_path / name)
     previous = signal.signal(signal.SIGALRM, time_out)
     signal.alarm(20)

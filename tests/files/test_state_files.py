@@ -21,7 +21,7 @@ def changed():
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_file_gives_back_the_whole_state(tmp_path, suffix):
+def test_scaler_file_restores_the_whole_state(tmp_path, suffix):
     scaler, other = changed(), GradScaler()
     path = tmp_path / f"scaler{suffix}"
     scaler.save(path)
@@ -48,7 +48,7 @@ def test_truncated_or_foreign_file_changes_nothing(tmp_path, suffix, content):
     assert scaler.state_dict() == GradScaler().state_dict()
 
 
-def test_file_that_unpacks_to_too_much_is_refused(tmp_path):
+def test_file_that_decompresses_to_too_much_data_is_refused(tmp_path):
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * 2**24))
     with pytest.raises(ValueError, match="too large"):
@@ -65,7 +65,7 @@ def test_flipped_bit_in_a_gzip_file_is_an_error(tmp_path):
         GradScaler().load(path)
 
 
-def test_unknown_suffix_lists_the_known_ones(tmp_path):
+def test_unknown_suffix_error_lists_the_known_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"\.json, \.json\.gz, \.safetensors"):
         GradScaler().save(tmp_path / "scaler.bin")
     with pytest.raises(FileNotFoundError):

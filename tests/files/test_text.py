@@ -18,7 +18,7 @@ def test_long_values_and_long_lists_are_shortened():
     assert text.list_some(["a", "b", "c"], 2) == "a, b and 1 more"
 
 
-def test_columns_are_aligned_left_then_right():
+def test_first_columns_are_left_aligned_and_the_others_right_aligned():
     rows = [("leaf", "dtype", "nan"), ("a.weight", "float16", 12)]
     assert text.align(rows, left=2).splitlines() == [
         "leaf      dtype    nan",
@@ -27,7 +27,7 @@ def test_columns_are_aligned_left_then_right():
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bool_])
-def test_dtype_of_an_array_has_the_name_of_its_dtype(dtype):
+def test_dtype_name_is_the_same_for_an_array_and_its_dtype(dtype):
     assert text.dtype_name(mx.zeros(2, dtype)) == text.dtype_name(dtype)
     assert text.dtype_name(mx.float16) == "float16"
 
@@ -41,5 +41,5 @@ def test_powers_of_two_are_written_as_powers(value):
     assert text.power(float("inf")) == "inf"
 
 
-def test_only_an_exact_zero_is_zero_percent():
+def test_only_an_exact_zero_is_printed_as_zero_percent():
     assert [*map(text.percent, (0.0, 1e-7, 0.5))] == ["0", "<0.01%", "50.00%"]

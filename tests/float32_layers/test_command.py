@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_layers_are_written_drawn_and_usable(run, tmp_path, capsys, kind):
+def test_float16_command_writes_layers_that_fix_the_model(run, tmp_path, capsys, kind):
     output = tmp_path / "layers.json"
     code, model = run(FACTORS, "-o", str(output), "--fine-tune-type", kind)
     assert code == 0
@@ -53,7 +53,7 @@ def test_layers_are_written_drawn_and_usable(run, tmp_path, capsys, kind):
     assert mx.isfinite(loss).item()
 
 
-def test_model_without_overflow_needs_no_file(run, tmp_path, capsys):
+def test_float16_command_writes_no_file_without_an_overflow(run, tmp_path, capsys):
     code, _ = run({}, "-o", str(tmp_path / "layers.json"))
     assert code == 0
     assert "layers.json was not written" in capsys.readouterr().out
@@ -71,7 +71,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_wrong_argument_is_reported(run, tmp_path, capsys, name, monkeypatch):
+def test_float16_command_rejects_bad_argument(run, tmp_path, capsys, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, message = BAD[name]
     assert run({}, *arguments)[0] == 1
@@ -79,7 +79,7 @@ def test_wrong_argument_is_reported(run, tmp_path, capsys, name, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_exit_code_is_1_if_no_layers_help(run, tmp_path, capsys):
+def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys):
     factors = {"model.norm.weight": float("nan")}
     assert run(factors, "-o", str(tmp_path / "layers.json"))[0] == 1
     assert "contain NaN or inf in model.norm.weight" in capsys.readouterr().out

@@ -105,7 +105,7 @@ def list_layers(model):
     return sorted(p for p in modules if hasattr(modules[p], "computes_in_float32"))
 
 
-def test_float32_layers_cure_an_overflow_until_they_are_removed():
+def test_float32_layers_prevent_an_overflow_until_they_are_removed():
     model = make_net()
     expected = as_float32(model)(TOKENS)
     before = model_state(model)
@@ -120,14 +120,14 @@ def test_float32_layers_cure_an_overflow_until_they_are_removed():
     assert not all_finite(model(TOKENS))
 
 
-def test_second_call_replaces_the_first():
+def test_second_float32_layers_call_replaces_the_first():
     model = make_net()
     float32_layers(model, MLPS)
     float32_layers(model, ["blocks.0.mlp", "norm"])
     assert list_layers(model) == ["blocks.0.mlp", "norm"]
 
 
-def test_layer_passes_for_its_class():
+def test_type_of_a_float32_layer_compares_equal_to_its_class():
     model = make_net()
     text = repr(model)
     float32_layers(model, MLPS)
@@ -145,7 +145,7 @@ def test_layer_passes_for_its_class():
     assert type(Mlp()) is Mlp
 
 
-def test_parameters_keep_names_dtypes_and_freezing_also_after_an_error():
+def test_parameters_keep_names_dtypes_and_freezing_even_after_an_error():
     model = make_net()
     names = [p for p, _ in tree_flatten(model.parameters())]
     float32_layers(model, MLPS)
@@ -172,7 +172,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     "where", [MLPS, "blocks.*.block", "blocks.*.block.mlp", "blocks.*"]
 )
-def test_gradients_agree_with_float32_also_when_checkpointed(where):
+def test_gradients_agree_with_float32_even_when_checkpointed(where):
     model = make_net()
     _, expected = gradients(as_float32(model))
     if where != MLPS:
@@ -188,7 +188,7 @@ def test_gradients_agree_with_float32_also_when_checkpointed(where):
 
 
 @pytest.mark.compiles
-def test_compiled_step_agrees_with_the_eager_one():
+def test_compiled_step_with_float32_layers_agrees_with_the_eager_step():
     model = make_net()
     float32_layers(model, MLPS)
     eager = gradients(model)
@@ -218,7 +218,7 @@ def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
         assert not all_finite(function(TOKENS))
 
 
-def test_float32_model_is_unaffected():
+def test_float32_layers_do_not_affect_a_float32_model():
     model = make_net(mx.float32)
     expected = model(TOKENS)
     float32_layers(model, ["blocks.0 to norm", "embed"])
@@ -314,7 +314,7 @@ RETURNS = {
 
 
 @pytest.mark.parametrize("function", RETURNS.values(), ids=RETURNS)
-def test_outputs_of_every_kind_come_back_in_float16(function):
+def test_outputs_of_every_kind_are_cast_back_to_float16(function):
     model = nn.Sequential(Returns(function))
     x = mx.ones((4,), HALF)
     plain = model(x)
@@ -328,7 +328,7 @@ def test_outputs_of_every_kind_come_back_in_float16(function):
     assert kinds(outputs) == kinds(plain)
 
 
-def test_arguments_are_float32_in_tuples_and_unchanged_in_lists_and_caches():
+def test_arguments_are_cast_in_tuples_but_not_in_lists_and_caches():
     class Cache:
         keys = None
 
@@ -371,7 +371,7 @@ def test_running_statistics_are_float32_in_a_float32_layer():
     assert norm.running_mean.dtype == HALF
 
 
-def test_copy_has_float32_layers_of_its_own():
+def test_copied_model_has_its_own_float32_layers():
     model = make_net()
     float32_layers(model, MLPS)
     other = copy.deepcopy(model)
@@ -447,7 +447,7 @@ class Shared(nn.Module):
         (Shared, ["inner", "up"], 200),
     ],
 )
-def test_output_agrees_with_float32(make, where, size):
+def test_output_of_float32_layers_agrees_with_a_float32_model(make, where, size):
     model = make()
     model.set_dtype(HALF)
     x = mx.full((2, 8), size, HALF)
@@ -456,7 +456,7 @@ def test_output_agrees_with_float32(make, where, size):
     assert_close(model(x), expected)
 
 
-def test_tied_embedding_is_float32_in_both_uses():
+def test_tied_embedding_computes_in_float32_in_both_uses():
     model = make_net()
     model.embed.weight = mx.full((16, 8), 3e4, HALF)
     x = mx.full((1, 8), 1e2, HALF)

@@ -61,7 +61,7 @@ def unpatched(monkeypatch):
 
 
 @pytest.mark.parametrize("where", [MLP, "model.layers.0 to model.layers.1"])
-def test_grad_checkpoint_reaches_every_layer(where, unpatched):
+def test_grad_checkpoint_reaches_every_layer_despite_float32_layers(where, unpatched):
     loss, expected = gradients(make_model(mx.float32))
     model = make_model()
     assert not all_finite(gradients(model)[1])
@@ -80,7 +80,7 @@ def test_grad_checkpoint_reaches_every_layer(where, unpatched):
 
 
 @each_mode
-def test_checkpointed_float32_blocks_train_with_masters(compiled, unpatched):
+def test_checkpointed_float32_blocks_train_with_master_weights(compiled, unpatched):
     model = make_model(layers=2)
     float32_layers(model, "model.layers.1 to model.norm")
     grad_checkpoint(model.layers[0])
@@ -124,7 +124,7 @@ def test_adapters_can_be_added_to_float32_layers(dora):
 
 
 @pytest.mark.parametrize("kind", [caches.KVCache, caches.ConcatenateKVCache])
-def test_caches_work_in_float32_layers(kind):
+def test_mlx_lm_caches_work_in_float32_layers(kind):
     def run(model):
         cache = [kind() for _ in model.layers]
         out = [model(TOKENS, cache=cache)]

@@ -35,7 +35,7 @@ FOUND = {
 
 @pytest.mark.filterwarnings("ignore:The loss is float16")
 @pytest.mark.parametrize("name", list(FOUND))
-def test_overflowing_model_is_cured_and_trains_like_float32(name):
+def test_model_that_overflows_trains_like_float32_with_the_layers_found(name):
     def make(dtype):
         model, loss_fn = overflowing.MODELS[name]()
         model.set_dtype(dtype)
@@ -59,7 +59,7 @@ def test_overflowing_model_is_cured_and_trains_like_float32(name):
     assert example.train(model, loss_fn, 5) == pytest.approx(expected, rel=0.02)
 
 
-def test_example_prints_its_table_and_draws(tmp_path, capsys):
+def test_float32_layers_example_prints_its_table_and_draws_figures(tmp_path, capsys):
     example.main(2, tmp_path, ["norm"])
     *_, row = capsys.readouterr().out.splitlines()
     assert row.startswith("| norm |")
@@ -94,7 +94,7 @@ def make(gain=1.0, dtype=HALF, model=None):
 X = mx.random.normal((4, 8), key=mx.random.key(0)).astype(HALF)
 
 
-def test_sound_model_needs_no_layers_and_each_run_is_logged(caplog):
+def test_model_without_overflow_needs_no_float32_layers_and_each_run_is_logged(caplog):
     model, loss_fn = make()
     before = model_state(model)
     with caplog.at_level("INFO"):
@@ -109,7 +109,7 @@ def test_sound_model_needs_no_layers_and_each_run_is_logged(caplog):
     assert float32_layers(model, found) == []
 
 
-def test_report_shows_size_headroom_and_reason_and_can_be_saved(tmp_path):
+def test_search_report_shows_headroom_and_reasons_and_can_be_saved(tmp_path):
     model, loss_fn = make(gain=6e4)
     before = model_state(model)
     found = find_float32_layers(model, loss_fn, [X])
@@ -148,7 +148,7 @@ def test_values_above_65504_fit_into_bfloat16():
     assert (found.where, found.problem) == ([], "")
 
 
-def test_every_batch_counts_and_shapes_may_differ():
+def test_search_covers_every_batch_and_batch_shapes_may_differ():
     model, loss_fn = make(gain=2000.0)
     assert find_float32_layers(model, loss_fn, [X]).where == []
     found = find_float32_layers(model, loss_fn, [X, X[:2] * 50, {"x": X[:3]}])
@@ -156,7 +156,7 @@ def test_every_batch_counts_and_shapes_may_differ():
     assert len(found.losses) == 3
 
 
-def test_large_float16_input_needs_no_float32():
+def test_large_float16_input_needs_no_float32_layer():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model.layers[0].weight *= 1e-4
     model, loss_fn = make(model=model)
@@ -177,7 +177,7 @@ def test_layer_that_overflows_for_one_row_of_many_is_found():
     assert "The output of layers.0 differs from float32 by 2" in str(found)
 
 
-def test_model_of_one_layer():
+def test_search_works_for_a_model_of_one_layer():
     model = nn.Linear(8, 8)
     model.weight = mx.full((8, 8), 3e4)
     model.set_dtype(HALF)
@@ -191,7 +191,7 @@ def test_model_of_one_layer():
     assert mx.isfinite(loss_fn(X * 8)).item()
 
 
-def test_compute_dtype_gives_the_same_layers():
+def test_search_with_compute_dtype_finds_the_same_layers():
     model, loss_fn = make(gain=6e4, dtype=mx.float32)
     x = X.astype(mx.float32)
     found = find_float32_layers(model, loss_fn, [x], compute_dtype=HALF)
@@ -292,7 +292,7 @@ HOPELESS = {
 
 
 @pytest.mark.parametrize("name", list(HOPELESS))
-def test_reason_is_given_where_no_layers_help(name, tmp_path):
+def test_search_gives_the_reason_if_no_layers_help(name, tmp_path):
     spoil, message, *options = HOPELESS[name]
     model, loss_fn = make()
     loss_fn, x = spoil(model, loss_fn)
@@ -329,7 +329,7 @@ MISUSE = {
 @pytest.mark.parametrize(
     ("how", "batches", "options", "error", "message"), MISUSE.values(), ids=MISUSE
 )
-def test_misuse_raises_and_leaves_the_model(how, batches, options, error, message):
+def test_search_misuse_leaves_the_model_alone(how, batches, options, error, message):
     model, loss_fn = how()
     before = model_state(model)
     with pytest.raises(error, match=message):

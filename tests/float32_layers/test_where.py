@@ -64,7 +64,7 @@ class Net(nn.Identity):
             [f"shelf.blocks.{i}.norm" for i in range(3)]),
     ],
 )  # fmt: skip
-def test_layers_are_named_by(where, expected):
+def test_layers_can_be_selected_by(where, expected):
     assert float32_layers(Net(), where) == expected
 
 
@@ -84,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("where", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_name_raises_and_leaves_the_model(where, error, message):
+def test_wrong_where_raises_and_leaves_the_model_unchanged(where, error, message):
     model = Net()
     before = [type(module) for _, module in model.named_modules()]
     with pytest.raises(error, match=message):
@@ -94,7 +94,7 @@ def test_wrong_name_raises_and_leaves_the_model(where, error, message):
         float32_layers({"norm": mx.ones(3)}, "norm")
 
 
-def test_shared_module_may_be_named_twice():
+def test_shared_module_may_be_selected_twice():
     model = Net()
     model.head = model.shelf.blocks[0].attn
     float32_layers(model, ["head", "shelf.blocks.0.attn"])
@@ -124,7 +124,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("content", OTHER.values(), ids=OTHER)
-def test_other_file_is_refused(tmp_path, content):
+def test_file_that_is_not_a_layer_list_is_refused(tmp_path, content):
     path = tmp_path / "float32.json"
     path.write_bytes(content)
     model = Net()
@@ -134,7 +134,7 @@ def test_other_file_is_refused(tmp_path, content):
     assert type(model.norm) is nn.RMSNorm
 
 
-def test_file_with_unknown_layers_or_another_name_is_refused(tmp_path):
+def test_layer_file_with_unknown_layers_or_a_wrong_suffix_is_refused(tmp_path):
     path = tmp_path / "float32.json"
     path.write_text(json.dumps({**GOOD, "layers": ["nrom"], "made by": "hand"}))
     with pytest.raises(ValueError, match="mean norm"):

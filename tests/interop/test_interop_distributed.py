@@ -47,7 +47,7 @@ def sharded(tmp_path_factory):
     return folder
 
 
-def test_shards_of_two_ranks_are_refused_with_the_call_that_gathers_them(
+def test_sharded_checkpoint_error_shows_the_call_that_gathers_the_shards(
     sharded, tmp_path, capsys
 ):
     arguments = ["--torch-path", sharded / "shards_0.pt", "--mlx-path", tmp_path / "x"]
@@ -65,7 +65,7 @@ def run_format_utils(way, source, target):
 
 
 @pytest.mark.parametrize("kind", ["whole.pt", "dcp"])
-def test_fsdp2_on_two_ranks_continues_in_mlx_and_back(kind, sharded, tmp_path, capsys):
+def test_two_rank_fsdp2_run_resumes_in_mlx_then_fsdp2(kind, sharded, tmp_path, capsys):
     dcp = torch.distributed.checkpoint
     net = torch_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)

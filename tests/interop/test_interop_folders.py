@@ -58,7 +58,7 @@ class Accelerated:
 
 @pytest.mark.parametrize("onto", ["new", "old"])
 @pytest.mark.parametrize("safe", [True, False])
-def test_accelerate_continues_in_mlx_and_back(safe, onto, tmp_path):
+def test_accelerate_run_resumes_in_mlx_and_then_in_accelerate(safe, onto, tmp_path):
     run = Accelerated()
     run.steps(range(10))
     run.registered.count = 7
@@ -136,7 +136,7 @@ def test_transformers_trainer_resumes_from_a_converted_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_sharded_weights_of_transformers_survive_a_round_trip(name, tmp_path):
+def test_sharded_transformers_weights_survive_a_round_trip(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
     config = transformers.LlamaConfig(
@@ -168,7 +168,7 @@ def test_sharded_weights_of_transformers_survive_a_round_trip(name, tmp_path):
         assert torch.equal(found.state_dict()[key], tensor)
 
 
-def test_lion_of_lion_pytorch_continues_in_mlx_and_back(tmp_path):
+def test_lion_pytorch_run_resumes_in_mlx_and_then_in_pytorch(tmp_path):
     lion = pytest.importorskip("lion_pytorch", reason="needs lion-pytorch")
     net = torch_net()
     optimizer = lion.Lion(net.parameters(), lr=1e-3, weight_decay=0.1)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_lightnings_checkpoint_continues_in_mlx_and_back(averaged, tmp_path):
+def test_lightning_run_resumes_in_mlx_and_then_in_lightning(averaged, tmp_path):
     want = fit_with_lightning(tmp_path, 20, averaged)
     path = tmp_path / "step=10.ckpt"
     losses = mlx_steps(path, tmp_path / "back.ckpt", range(10, 15))

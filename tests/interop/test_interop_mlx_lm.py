@@ -67,7 +67,7 @@ def mlx_steps(model, optimizer, numbers, data=data):
 
 @pytest.mark.parametrize("kind", [gpt2, llama])
 @pytest.mark.parametrize("saved", ["file", "folder"])
-def test_transformers_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
+def test_transformers_run_resumes_in_mlx_lm_and_converts_back(kind, saved, tmp_path):
     torch.manual_seed(0)
     model = kind()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -125,7 +125,7 @@ def trained(folder, most, resume=None):
     return train(llama(), item, folder, most, resume, save_steps=3, **settings)
 
 
-def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
+def test_llama_trainer_run_resumes_in_mlx_lm_and_then_in_the_trainer(tmp_path):
     made, batches, want = trained(tmp_path / "whole", 9)
     there = tmp_path / "whole" / "checkpoint-3"
     names = [name for name, _ in made.model.named_parameters()]

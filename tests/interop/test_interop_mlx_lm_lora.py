@@ -47,7 +47,7 @@ def trained_loss(folder, dtype, run):
     return default_loss(net, batch, lengths)[0].item()
 
 
-def test_mlx_lm_loras_command_follows_float32_where_float16_fails(
+def test_mlx_lm_lora_command_follows_float32_where_float16_fails(
     tmp_path, monkeypatch, capsys
 ):
     pytest.importorskip("mlx_lm_lora.train", reason="needs the interop extra")
@@ -81,7 +81,7 @@ def long_words(prompts, completions, answer, types=None):
     return [float(sum(c.isalpha() for c in text)) for text in completions]
 
 
-def test_grpo_of_mlx_lm_lora_trains_without_an_overflow_inside_everywhere(tmp_path):
+def test_mlx_lm_lora_grpo_trains_without_overflow_inside_everywhere(tmp_path):
     grpo = pytest.importorskip(
         "mlx_lm_lora.trainer.grpo_trainer", reason="needs the interop extra"
     )

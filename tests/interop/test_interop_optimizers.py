@@ -29,7 +29,7 @@ MAKERS = {
 }
 
 
-def test_no_optimizer_of_mlx_optimizers_is_missing_from_the_tests():
+def test_every_optimizer_of_mlx_optimizers_is_tested():
     there = {
         name
         for name, x in vars(theirs).items()
@@ -50,7 +50,7 @@ def test_eager_step_of_a_third_party_optimizer_is_exact(name, bad):
 
 # Kron's schedule is Python's random, which a trace of mx.compile draws only once.
 @pytest.mark.parametrize("name", [x for x in MAKERS if x != "Kron"])
-def test_compiled_step_of_a_third_party_optimizer_is_right_or_refused(name):
+def test_compiled_step_of_a_third_party_optimizer_is_correct_or_refused(name):
     if name not in REFUSED_IN_COMPILE:
         check_beside_bare(MAKERS[name], compiled=True, bad=(0, 3))
         return
@@ -58,7 +58,7 @@ def test_compiled_step_of_a_third_party_optimizer_is_right_or_refused(name):
         check_beside_bare(MAKERS[name], compiled=True, bad=())
 
 
-def test_unsloths_8_bit_adamw_resumes_bit_identically(tmp_path, monkeypatch):
+def test_unsloth_8_bit_adamw_resumes_bit_identically(tmp_path, monkeypatch):
     monkeypatch.setenv("UNSLOTH_ZOO_DISABLE_GPU_INIT", "1")
     packed = pytest.importorskip(
         "unsloth_zoo.mlx.optimizers_quantized", reason="needs unsloth-zoo"

@@ -42,7 +42,7 @@ def train_adapters(folder, most, resume=None):
     return train(model, item, folder, most, resume, **settings)
 
 
-def test_lora_of_a_trainer_continues_in_mlx_lm_and_resumes(tmp_path):
+def test_peft_lora_run_resumes_in_mlx_lm_and_then_in_the_trainer(tmp_path):
     made, batches, want = train_adapters(tmp_path / "whole", 9)
     parameters = made.model.named_parameters()
     names = [name for name, p in parameters if p.requires_grad]

@@ -23,7 +23,7 @@ print(json.dumps(make.timm(sys.argv[1])))
 
 
 @pytest.mark.skipif(FOLDER not in os.environ, reason=f"needs timm, in {FOLDER}")
-def test_timms_checkpoint_continues_in_mlx_and_back(tmp_path):
+def test_timm_checkpoint_resumes_in_mlx_and_then_in_timm(tmp_path):
     path = tmp_path / "written.pth.tar"
     tests = Path(__file__).parents[1]
     folders = [os.environ[FOLDER], str(tests), str(tests.parent)]

@@ -10,7 +10,7 @@ from benchmarks.__main__ import main
 from benchmarks.steps import CASES
 
 
-def test_benchmark_variants_take_turns_and_the_lower_quartile_counts():
+def test_benchmarks_alternate_variants_and_report_the_lower_quartile():
     calls = []
     runs = {name: lambda name=name: calls.append(name) for name in "ab"}
     seconds = harness.take_turns(runs, rounds=3, warm_up=1)
@@ -21,7 +21,7 @@ def test_benchmark_variants_take_turns_and_the_lower_quartile_counts():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scaled_step_moves_parameters_as_the_bare_optimizer_does(name):
+def test_scaled_step_updates_parameters_like_the_bare_optimizer(name):
     case, results = CASES[name], []
     gradients = case.gradients([(8, 8)] * 3)
     true = [(g / steps.SCALE).astype(g.dtype) for g in gradients]
@@ -39,7 +39,7 @@ def test_scaled_step_moves_parameters_as_the_bare_optimizer_does(name):
     assert mx.allclose(*results, rtol=1e-3, atol=tolerance)
 
 
-def test_benchmarks_command_prints_and_writes_the_tables_asked_for(
+def test_benchmarks_command_prints_and_writes_the_requested_tables(
     tmp_path, capsys, monkeypatch
 ):
     rows = [{"case": "AdamW", "parameters": "8 M", "ratio": 1.2}]
@@ -52,7 +52,7 @@ def test_benchmarks_command_prints_and_writes_the_tables_asked_for(
     assert "AdamW  8 M           1.2" in capsys.readouterr().out
 
 
-def test_benchmarks_command_refuses_a_question_that_does_not_exist(capsys):
+def test_benchmarks_command_refuses_an_unknown_benchmark(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["speed"])
     assert "'speed' is not a benchmark" in capsys.readouterr().err

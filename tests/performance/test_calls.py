@@ -74,7 +74,7 @@ def calls_of(make, count):
 
 
 @pytest.mark.parametrize("make", [with_optimizer, with_scaler])
-def test_eager_step_calls_few_functions_for_each_leaf(make):
+def test_eager_step_calls_few_functions_per_leaf(make):
     few, many = calls_of(make, 100), calls_of(make, 200)
     per_leaf = [(b - a) / 100 for a, b in zip(few, many, strict=True)]
     assert per_leaf[0] <= GRADIENT, per_leaf

@@ -38,7 +38,7 @@ def kernels_per_leaf(case):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_each_leaf_costs_one_kernel_and_a_quarter_for_the_check(name):
+def test_each_leaf_costs_at_most_one_and_a_quarter_kernels(name):
     assert kernels_per_leaf(Case(OPTIMIZERS[name])) <= 1.25
 
 
@@ -61,7 +61,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_a_step_moves_no_more_bytes_than_counted_before(name, monkeypatch):
+def test_step_moves_no_more_bytes_than_previously_recorded(name, monkeypatch):
     monkeypatch.setattr(guard, "casts_first", lambda: False)
     moved, _ = count(step_of(CASES[name], leaves=16, shape=(256, 256)))
     assert moved / (16 * 256 * 256) <= MOVED[name] + 0.1
@@ -96,7 +96,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("name", peak_memory.RUNS)
-def test_a_step_takes_no_more_bytes_per_parameter_than_promised(name, monkeypatch):
+def test_step_takes_no_more_bytes_per_parameter_than_documented(name, monkeypatch):
     monkeypatch.setattr(guard, "casts_first", lambda: False)
     most_kept, most_added = MEMORY[name]
     kept, _ = peak_memory.whole_step(name, width=128)
@@ -105,7 +105,7 @@ def test_a_step_takes_no_more_bytes_per_parameter_than_promised(name, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX keeps kernels elsewhere.")
-def test_first_step_builds_at_most_four_kernels_more_than_bare(tmp_path):
+def test_first_step_builds_at_most_four_more_kernels_than_a_bare_step(tmp_path):
     built = {}
     for variant in first_step.VARIANTS:
         folder = tmp_path / variant
@@ -122,7 +122,7 @@ def test_first_step_builds_at_most_four_kernels_more_than_bare(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["scaler", "wrapper", "clipped"])
-def test_unscaled_gradients_cost_kernels_only_where_they_are_read(kind):
+def test_unscaled_gradients_cost_kernels_only_if_they_are_read(kind):
     mx.random.seed(0)
     model, scaler, inner = Mlp(), GradScaler(64.0), optim.AdamW(1e-2)
     norm = 1.0 if kind == "clipped" else None

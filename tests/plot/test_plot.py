@@ -34,7 +34,7 @@ def texts(figure):
     return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
 
 
-def test_history_has_a_panel_per_column_and_a_mark_on_every_skipped_step(run):
+def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
     figure = plot_history(run)
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert labels == ["loss", "loss scale", "gradient norm"]
@@ -49,7 +49,7 @@ def test_history_has_a_panel_per_column_and_a_mark_on_every_skipped_step(run):
     assert {"4 steps, 2 skipped", "skipped step"} <= set(texts(figure))
 
 
-def test_history_leaves_out_panels_without_data(tmp_path):
+def test_history_plot_omits_panels_without_data(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,scale,applied,grad_norm,loss\n1,2.0,1,,\n")
     assert [axes.get_ylabel() for axes in plot_history(path).axes] == ["loss scale"]
@@ -71,7 +71,7 @@ def gradients():
     return {f"l{i}": mx.full((4,), 2.0 ** (-30 + 3 * i)) for i in range(3)}
 
 
-def test_gradient_bars_are_the_shares_without_and_with_the_scale():
+def test_gradient_plot_bars_show_shares_without_and_with_scaling():
     figure = plot_gradients(gradients(), scale=GradScaler(2.0**16))
     for axes, shift in zip(figure.axes, (0, 16), strict=True):
         bars = axes.patches[:3]
@@ -83,7 +83,7 @@ def test_gradient_bars_are_the_shares_without_and_with_the_scale():
     assert "with loss scale $2^{16}$" in texts(figure)
 
 
-def test_gradients_that_cannot_be_drawn_are_reported_as_shares():
+def test_gradient_plot_reports_shares_that_cannot_be_drawn():
     histogram = gradient_histogram({"w": mx.array([0.0, float("inf"), 1.0, 1.0])})
     assert "not drawn: 25.00% zero, 25.00% inf or NaN" in texts(
         plot_gradients(histogram)
@@ -97,7 +97,7 @@ def search(layers=5, where=("layers.1 to layers.2",), **changed):
     return Float32Search(list(where), {}, rows)
 
 
-def test_headroom_draws_the_model_before_and_after_with_the_limit():
+def test_headroom_plot_shows_the_limit_before_and_after_float32_layers():
     text = "all in float16: 0 of 5 layers overflow"
     assert text in texts(plot_headroom(search(largest=4e4)))
     figure = plot_headroom(search(largest=1e5))
@@ -114,7 +114,7 @@ def test_headroom_draws_the_model_before_and_after_with_the_limit():
     assert ["in float32" in each for each in labels] == [False, True]
 
 
-def test_headroom_marks_a_layer_that_overflows_inside_above_the_limit():
+def test_headroom_plot_marks_layers_that_overflow_inside():
     figure = plot_headroom(search(largest=3.0, overflows_inside=True))
     assert "all in float16: 1 of 5 layers overflow" in texts(figure)
     before, after = ({x.get_label(): x for x in a.lines} for a in figure.axes)
@@ -124,7 +124,7 @@ def test_headroom_marks_a_layer_that_overflows_inside_above_the_limit():
     assert "overflows inside" not in after
 
 
-def test_headroom_without_float32_layers_has_one_panel_and_few_names():
+def test_headroom_plot_without_float32_layers_has_one_panel_and_few_names():
     figure = plot_headroom(search(300, where=()))
     assert len(figure.axes) == 1
     assert len({text for text in texts(figure) if text.startswith("layers.")}) <= 40
@@ -133,7 +133,7 @@ def test_headroom_without_float32_layers_has_one_panel_and_few_names():
 @pytest.mark.parametrize(
     ("suffix", "dark"), [(".png", True), (".svg", False), (".pdf", True)]
 )
-def test_pictures_are_written_and_matplotlib_stays_as_it_was(
+def test_plots_are_saved_without_changing_matplotlib_settings(
     run, tmp_path, suffix, dark
 ):
     before = dict(matplotlib.rcParams)
@@ -151,7 +151,7 @@ def test_pictures_are_written_and_matplotlib_stays_as_it_was(
     assert dict(matplotlib.rcParams) == before
 
 
-def test_nothing_to_draw_is_an_error_and_writes_no_file(run, tmp_path):
+def test_plotting_empty_data_is_an_error_and_writes_no_file(run, tmp_path):
     with pytest.raises(ValueError, match="empty"):
         plot_history(ScaleHistory())
     with pytest.raises(ValueError, match="zero"):
@@ -165,7 +165,7 @@ def test_nothing_to_draw_is_an_error_and_writes_no_file(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]
 
 
-def test_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsys):
+def test_plot_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsys):
     output = str(tmp_path / "a.png")
     assert main([str(run), "-o", output, "--dark"]) == 0
     assert main([str(run)]) == 0
@@ -174,7 +174,7 @@ def test_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsy
     assert all((tmp_path / name).exists() for name in ("a.png", "run.png"))
 
 
-def test_command_reports_a_missing_and_a_foreign_file_in_one_line(tmp_path, capsys):
+def test_plot_command_reports_missing_and_foreign_files_in_one_line(tmp_path, capsys):
     (tmp_path / "other.csv").write_text("a,b\n")
     for name in ("none.csv", "other.csv"):
         assert main([str(tmp_path / name)]) == 1
@@ -184,7 +184,7 @@ def test_command_reports_a_missing_and_a_foreign_file_in_one_line(tmp_path, caps
         assert error.count("\n") == 1
 
 
-def test_without_matplotlib_the_error_names_the_extra(run):
+def test_error_without_matplotlib_names_the_plot_extra(run):
     # A fresh interpreter: the package itself must not need matplotlib either.
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"

@@ -111,7 +111,7 @@ def read_by_torch(data: bytes):
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_pytorch_finds_its_own_objects_again(kind):
+def test_foreign_objects_survive_a_round_trip_to_pytorch(kind):
     for protocol in (2, 4, 5):
         data = torch_bytes({"x": OBJECTS[kind]}, pickle_protocol=protocol)
         back = save_bytes(torch_checkpoint.load(data))
@@ -135,7 +135,7 @@ def test_pytorch_finds_its_own_objects_again(kind):
         ("defaultdict", {"a": [1]}),
     ],
 )
-def test_what_has_a_fixed_meaning_is_plain(kind, value):
+def test_object_of_a_known_class_becomes_a_plain_value(kind, value):
     found = plain_value(torch_checkpoint.load(torch_bytes(OBJECTS[kind])))
     assert found == value
     assert isinstance(found, type(value))
@@ -153,13 +153,13 @@ def test_what_has_a_fixed_meaning_is_plain(kind, value):
         ("path", "pathlib.PosixPath('a', 'b.txt')"),
     ],
 )
-def test_what_has_none_is_told_by_its_name(kind, says):
+def test_object_of_an_unknown_class_stays_a_placeholder_with_its_name(kind, says):
     found = torch_checkpoint.load(torch_bytes(OBJECTS[kind]))
     assert str(found) == says
     assert plain_value(found) is found
 
 
-def test_a_ring_of_objects():
+def test_objects_that_refer_to_themselves_survive_a_round_trip():
     args = argparse.Namespace()
     args.itself, args.many = args, [args, {"x": args}]
     outer = [args]
@@ -175,7 +175,7 @@ def test_a_ring_of_objects():
     assert found[0].outer is found
 
 
-def test_a_golden_file_without_pytorch():
+def test_golden_file_with_foreign_objects_loads_without_pytorch():
     found = torch_checkpoint.load(GOLDEN / "foreign.pt")
     assert found["same"] is found["args"]
     assert plain_value(found["args"])["lr"] == 0.1
@@ -191,7 +191,7 @@ def test_a_golden_file_without_pytorch():
     assert records(again)["data.pkl"] == pickle_of
 
 
-def test_nothing_is_imported():
+def test_loading_foreign_objects_imports_no_module():
     before = set(sys.modules)
     data = pickled(name("antigravity", "X") + b")R" + text("y") + b"b")
     found = torch_checkpoint.load(data)
@@ -200,7 +200,7 @@ def test_nothing_is_imported():
     assert set(sys.modules) - before <= {"copy"}
 
 
-def test_the_same_name_is_the_same_key():
+def test_placeholders_with_equal_names_are_equal_dict_keys():
     one, two = name("x", "Y") + b"K\x01", name("x", "Y") + b"K\x02"
     found = torch_checkpoint.load(pickled(b"}(" + one + two + b"u"))
     assert list(found.values()) == [2]
@@ -227,13 +227,13 @@ ORDER = b"(K\x03" + text("<") + b"tb"
         name("argparse", "Namespace") + b")RK\x01b",
     ],
 )
-def test_what_a_class_itself_would_not_write_has_no_meaning(pickle):
+def test_pickle_that_its_class_would_not_write_stays_a_placeholder(pickle):
     found = torch_checkpoint.load(pickled(pickle))
     assert isinstance(found, Placeholder)
     assert plain_value(found) is found
 
 
-def test_names_that_would_be_instructions_are_not_written():
+def test_names_that_contain_pickle_instructions_are_not_written():
     for module, attribute in (("os\nsystem\n(", "x"), ("a", "b\nc")):
         with pytest.raises(TypeError, match="not a printable name"):
             save_bytes(Placeholder(module, attribute))

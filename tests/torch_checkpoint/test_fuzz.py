@@ -13,7 +13,7 @@ spec.loader.exec_module(fuzz)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_mutant_loads_or_is_a_checkpoint_error(seed):
+def test_every_mutated_file_loads_or_raises_checkpoint_error(seed):
     outcomes = {"refused": 0, "loaded": 0}
     for _, data in fuzz.mutants(130, seed):
         outcomes[fuzz.judge(data)] += 1
@@ -22,7 +22,7 @@ def test_every_mutant_loads_or_is_a_checkpoint_error(seed):
     assert outcomes["loaded"] > 2
 
 
-def test_mutants_that_pytorch_reads_too_have_the_same_values():
+def test_mutated_files_that_pytorch_reads_have_the_same_values():
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, about what the mutants hold
@@ -30,6 +30,6 @@ def test_mutants_that_pytorch_reads_too_have_the_same_values():
     assert outcomes.count("same as torch") > 10
 
 
-def test_the_judge_sees_what_is_unsound():
+def test_fuzz_check_detects_an_unsound_object():
     with pytest.raises(AssertionError, match="object came out"):
         fuzz.check_sound({"x": [object()]}, set())

@@ -17,26 +17,26 @@ def everything(request):
 
 
 @pytest.mark.parametrize("dtype", CONTENTS["DTYPES"])
-def test_dtypes(everything, dtype):
+def test_golden_tensor_of_each_dtype_loads_bit_identically(everything, dtype):
     array = everything["dtypes"][dtype]
     assert array.dtype == getattr(mx, {"bool": "bool_"}.get(dtype, dtype))
     assert_same_bits(array, CONTENTS["DTYPES"][dtype])
 
 
 @pytest.mark.parametrize("view", CONTENTS["VIEWS"])
-def test_views(everything, view):
+def test_golden_view_loads_bit_identically(everything, view):
     assert_same_bits(everything["views"][view], np.asarray(CONTENTS["VIEWS"][view]))
 
 
 @pytest.mark.parametrize("kind", CONTENTS["PLAIN"])
-def test_plain_values(everything, kind):
+def test_golden_plain_value_loads_with_its_type(everything, kind):
     actual, expected = everything["plain"][kind], CONTENTS["PLAIN"][kind]
     assert type(actual) is type(expected)
     assert actual == expected
     assert repr(actual) == repr(expected)
 
 
-def test_training_checkpoint():
+def test_golden_training_checkpoint_loads():
     run = torch_checkpoint.load(GOLDEN / "training.pt")
     assert list(run["model"]) == [
         "0.weight",
@@ -68,12 +68,12 @@ def test_training_checkpoint():
         ("refused_cycle.pt", "contains itself"),
     ],
 )
-def test_refusals_name_what_is_wrong(file, says):
+def test_unsupported_golden_file_error_names_the_cause(file, says):
     with pytest.raises(CheckpointError, match=says):
         torch_checkpoint.load(GOLDEN / file)
 
 
-def test_sparse_tensors_are_kept_as_placeholders_of_dense_ones():
+def test_sparse_tensors_become_placeholders_that_hold_dense_tensors():
     found = torch_checkpoint.load(GOLDEN / "sparse.pt")["x"]
     assert found.path == "torch._utils._rebuild_sparse_tensor"
     _layout, (indices, values, *_) = found.args
@@ -81,7 +81,7 @@ def test_sparse_tensors_are_kept_as_placeholders_of_dense_ones():
     assert values.tolist() == [1.0, 1.0]
 
 
-def test_float64_is_asked_for():
+def test_float64_tensor_requires_the_float64_argument():
     path = GOLDEN / "float64.pt"
     with pytest.raises(CheckpointError, match=r"near 'x'.*float64=mx\.float32"):
         torch_checkpoint.load(path)

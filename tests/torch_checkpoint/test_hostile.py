@@ -61,7 +61,7 @@ def refused(data: bytes, says: str, **options) -> None:
         "torch._utils.__globals__",
     ],
 )
-def test_names_outside_the_table_are_kept_and_not_used(path):
+def test_unknown_names_become_placeholders_and_are_never_called(path):
     module, _, attribute = path.rpartition(".")
     shown = path.replace("__builtin__", "builtins")
     stacked = text(module) + text(attribute) + b"\x93"
@@ -76,19 +76,19 @@ def test_names_outside_the_table_are_kept_and_not_used(path):
 @pytest.mark.parametrize(
     "function", ["_rebuild_qtensor", "_rebuild_of_tomorrow", "__globals__"]
 )
-def test_unknown_functions_that_take_a_storage_are_refused(function):
+def test_unknown_function_that_takes_a_storage_is_refused(function):
     called = name("torch._utils", function) + storage() + b"\x85R"
     refused(pickled(called), "Storage, which a checkpoint cannot hold")
 
 
 @pytest.mark.parametrize("path", [("", "x"), ("x", ""), ("x", "y..z"), ("x", "a\x1bb")])
-def test_names_that_are_none(path):
+def test_strings_that_are_not_names_are_refused(path):
     refused(pickled(text(path[0]) + text(path[1]) + b"\x93"), "is not a name")
     refused(pickled(text("x" * 2000) + text("y") + b"\x93"), "is not a name")
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_nothing_is_run(tmp_path, protocol):
+def test_loading_a_hostile_pickle_runs_no_code(tmp_path, protocol):
     marker = tmp_path / "executed"
 
     class Evil:
@@ -107,7 +107,7 @@ def test_nothing_is_run(tmp_path, protocol):
     assert marker.exists()
 
 
-def test_opcodes_outside_the_table_are_refused_by_name():
+def test_unsupported_opcodes_are_refused():
     refused_names = {op.name for op in pickletools.opcodes} - {*unpickler._ACTIONS}
     assert refused_names == {
         *("INT", "LONG", "FLOAT", "STRING", "UNICODE"),
@@ -180,11 +180,11 @@ Y = name("x", "Y")
         (b"(" + Y + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200 + b"t", DEEP),
     ],
 )
-def test_senseless_pickles_are_refused(opcodes, says):
+def test_malformed_pickles_are_refused(opcodes, says):
     refused(pickled(opcodes), says)
 
 
-def test_protocols_and_frames_that_python_writes_are_read():
+def test_pickle_protocols_and_frames_that_python_writes_are_read():
     for protocol in (2, 3, 4, 5):
         data = pack({"data.pkl": bytes([0x80, protocol]) + b"N."})
         assert torch_checkpoint.load(data) is None
@@ -238,7 +238,7 @@ def test_protocols_and_frames_that_python_writes_are_read():
         ),
     ],
 )
-def test_tensors_that_cannot_be_are_refused(pickle, says):
+def test_impossible_tensors_are_refused(pickle, says):
     refused(pickled(pickle), says)
 
 
@@ -265,7 +265,7 @@ SCALAR = name("numpy._core.multiarray", "scalar")
         + b"C\x08abcdefgh\x86R",
     ],
 )
-def test_a_tensor_in_any_place_is_read_or_a_checkpoint_error(pickle):
+def test_tensor_in_any_position_loads_or_raises_checkpoint_error(pickle):
     # Comparing an array with text or None is an error in MLX, or gives an array.
     with suppress(CheckpointError):
         found = torch_checkpoint.load(pickled(pickle))
@@ -278,7 +278,7 @@ def test_bool_bytes_other_than_0_and_1_are_refused():
     refused(pack({"data.pkl": data, "data/0": b"\x00\x01\x02\x01"}), "bool")
 
 
-def test_many_views_of_one_storage_are_bounded():
+def test_memory_of_many_views_of_one_storage_is_bounded():
     # Each view is another one, so none is the same array twice.
     views = b"".join(
         tensor(shape=(2**20, 2**6 - i), strides=(0, 0)) for i in range(1, 40)
@@ -294,7 +294,7 @@ def test_many_views_of_one_storage_are_bounded():
     refused(data, "four times the size", limits=Limits(tensor_bytes=within - 1))
 
 
-def test_a_tensor_with_attributes_is_made_by_a_plain_function_of_a_known_class():
+def test_tensor_with_attributes_requires_a_known_function_and_class():
     plain = name("torch._utils", "_rebuild_tensor_v2")
     itself = name("torch._tensor", "_rebuild_from_type_v2")
     own, theirs = name("torch", "Tensor"), name("x", "TheirTensor")
@@ -316,7 +316,7 @@ def test_a_tensor_with_attributes_is_made_by_a_plain_function_of_a_known_class()
 # The zip file.
 
 
-def test_every_cut_is_an_error():
+def test_every_truncated_file_is_an_error():
     for data in (ZIP, LEGACY):
         for size in [*range(0, len(data), 97), len(data) - 1]:
             with pytest.raises(CheckpointError):
@@ -327,7 +327,7 @@ def second_entry(data: bytes) -> int:
     return data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
 
 
-def test_records_that_overlap_are_refused():
+def test_overlapping_records_are_refused():
     # Storage 1 has 1000 bytes. The entry of storage 2 leads to the same ones.
     kind = {"kind": "ByteStorage", "numel": 1000}
     pair = [tensor(of=storage(key=key, **kind), shape=(1000,)) for key in "12"]
@@ -353,7 +353,7 @@ def test_records_that_overlap_are_refused():
         (10, "<H", 8),  # compressed
     ],
 )
-def test_directory_entries_that_lie_are_refused(at, form, value):
+def test_wrong_zip_directory_entries_are_refused(at, form, value):
     data = bytearray(pack({"data.pkl": b"\x80\x02N."}))
     struct.pack_into(form, data, data.index(b"PK\x01\x02") + at, value)
     with pytest.raises(CheckpointError):
@@ -371,7 +371,7 @@ def test_records_before_the_start_of_the_file_are_refused(tmp_path):
         refused(file, "damaged header")
 
 
-def test_two_records_of_one_name_are_refused():
+def test_two_records_with_the_same_name_are_refused():
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("x/data.pkl", b"\x80\x02N.")
@@ -380,7 +380,7 @@ def test_two_records_of_one_name_are_refused():
     refused(buffer.getvalue(), "two records of the same name")
 
 
-def test_an_error_has_no_commands_to_a_terminal():
+def test_errors_contain_no_terminal_control_characters():
     key = "\x1b[2J" + "é" * 50
     pickle = b"\x80\x02" + tensor(of=storage(key=key)) + b"."
     data = pack({"data.pkl": pickle, f"data/{key}": bytes(16)})
@@ -406,7 +406,7 @@ def test_an_error_has_no_commands_to_a_terminal():
     ],
     ids=itertools.count(),  # not the bytes: a zip file has the time in it
 )
-def test_other_files_are_refused_with_a_sentence(data, says):
+def test_files_of_other_kinds_are_refused_with_an_explanation(data, says):
     refused(data, says)
 
 
@@ -421,7 +421,7 @@ def legacy(key: str, *, numel: int = 4, keys: list[str] | None = None) -> bytes:
     return head + body + listed + struct.pack("<q", numel) + bytes(16)
 
 
-def test_legacy_files_that_lie_are_refused():
+def test_inconsistent_legacy_files_are_refused():
     assert torch_checkpoint.load(legacy("94")).tolist() == [0.0] * 4
     refused(legacy("9" * 65), "unknown way")
     refused(legacy("94", numel=5), "size of a storage does not match")

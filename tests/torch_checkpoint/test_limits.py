@@ -112,7 +112,7 @@ print(json.dumps(said))
 """
 
 
-def test_small_files_take_no_more_time_and_memory_than_they_are_allowed(tmp_path):
+def test_small_files_stay_within_their_time_and_memory_limits(tmp_path):
     paths = {tmp_path / f"{i}.pt": kind for i, kind in enumerate(BOMBS)}
     for path, kind in paths.items():
         path.write_bytes(pickled(BOMBS[kind](OPERATIONS)))
@@ -148,19 +148,19 @@ PRICES = {
 
 
 @pytest.mark.parametrize("kind", PRICES)
-def test_files_cost_what_they_take_and_the_limit_can_be_raised(kind):
+def test_file_that_exceeds_the_operation_limit_loads_with_a_higher_limit(kind):
     data, few, enough = PRICES[kind]
     with pytest.raises(CheckpointError, match="more operations"):
         torch_checkpoint.load(data, Limits(operations=few))
     torch_checkpoint.load(data, Limits(operations=enough))
 
 
-def test_the_defaults_are_what_the_documents_say():
+def test_default_limits_match_the_documentation():
     # A changed one is a decision: what a file may cost whoever opens it.
     assert Limits() == Limits(operations=10_000_000, tensor_bytes=2**29)
 
 
-def test_files_that_are_read_with_one_limit_share_it():
+def test_files_read_with_one_limits_object_share_it():
     lists = pickled(b"(" + b"]" * 1000 + b"t")
     views = pickled(tensor(shape=(2**20,), strides=(0,)))
     for data, limits, says in (
@@ -188,7 +188,7 @@ def test_files_of_one_folder_share_a_limit(tmp_path):
     assert limits == Limits(operations=18_000)
 
 
-def test_what_is_shared_a_lot_is_read_with_the_defaults():
+def test_object_shared_many_times_loads_with_the_default_limits():
     # A list of 250 numbers, 250 times: a kilobyte in the file, 62,500 numbers.
     numbers = b"](" + b"K\x07" * 250 + b"eq\x00"
     found = torch_checkpoint.load(pickled(b"(" + numbers + b"h\x00" * 249 + b"t"))
@@ -279,14 +279,14 @@ COLLISIONS = {
 
 
 @pytest.mark.parametrize("kind", COLLISIONS)
-def test_keys_whose_hashes_collide_are_paid_for(kind):
+def test_colliding_dict_keys_count_toward_the_operation_limit(kind):
     data, start = pickled(COLLISIONS[kind](1_000_000)), time.monotonic()
     with pytest.raises(CheckpointError, match="more operations"):
         torch_checkpoint.load(data, Limits(operations=1_000_000))
     assert time.monotonic() - start < 60  # only against a hang
 
 
-def test_keys_that_real_files_have_cost_little():
+def test_dict_keys_of_real_files_cost_few_operations():
     # Two instructions and two values for each key, and the size of the pickle.
     names = [text(str(i)) for i in range(100_000)]
     tuples = [key + text("x") + b"\x86" for key in names[:30_000]]

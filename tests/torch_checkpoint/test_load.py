@@ -67,12 +67,12 @@ plain_values = st.recursive(
 @pytest.mark.parametrize("options", WRITERS, ids=str)
 @settings(deadline=None, max_examples=40)
 @given(obj=plain_values)
-def test_anything_plain_comes_back_equal(options, obj):
+def test_plain_objects_saved_by_pytorch_load_equal(options, obj):
     assert_equals_torch(torch_checkpoint.load(torch_bytes(obj, **options)), obj)
 
 
 @pytest.mark.parametrize("options", WRITERS, ids=str)
-def test_training_state(options, tmp_path):
+def test_pytorch_training_state_loads_equal(options, tmp_path):
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 3)
     )
@@ -97,7 +97,7 @@ def test_training_state(options, tmp_path):
     assert type(loaded["model"]["0.weight"]) is mx.array
 
 
-def test_parameters_take_their_memory_once():
+def test_loading_a_parameter_allocates_its_memory_once():
     data = torch_bytes(torch.nn.Parameter(torch.ones(1_000_000)))
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -108,7 +108,7 @@ def test_parameters_take_their_memory_once():
     assert parameter[-1].item() == 2
 
 
-def test_tensors_with_python_attributes_lose_only_those():
+def test_tensors_with_python_attributes_lose_only_the_attributes():
     plain, parameter = torch.ones(2), torch.nn.Parameter(torch.zeros(2))
     plain.note, parameter.note = "x", "y"
     obj = {"plain": plain, "parameter": parameter, "b": torch.nn.Buffer(torch.ones(1))}
@@ -132,7 +132,7 @@ def test_complex_tensors_that_mlx_cannot_hold_are_refused(refused, says):
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
-def test_shared_storages_are_in_memory_once(options):
+def test_shared_storage_is_loaded_into_memory_once(options):
     base = torch.randn(1_000_000)
     obj = [base, base.view(1000, 1000).T, base[::2], base[10:].view(-1, 10)] * 3
     data = torch_bytes(obj, **options)
@@ -143,21 +143,21 @@ def test_shared_storages_are_in_memory_once(options):
     assert_equals_torch(loaded, obj)
 
 
-def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
+def test_float64_is_rounded_in_chunks_as_pytorch_rounds():
     obj = torch.randn(700_000, dtype=torch.float64)
     obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
     loaded = torch_checkpoint.load(torch_bytes({"x": obj}), float64=mx.float32)
     assert_equals_torch(loaded, {"x": obj.float()})
 
 
-def test_arrays_loaded_in_another_thread_can_be_used_in_this_one():
+def test_arrays_loaded_in_another_thread_can_be_used_in_the_main_thread():
     data = torch_bytes({"x": torch.arange(6.0).view(2, 3).T})
     with ThreadPoolExecutor(1) as thread:
         x = thread.submit(torch_checkpoint.load, data).result()["x"]
     assert (x + 1).tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 
-def test_files_beyond_4_gib(tmp_path):
+def test_shapes_of_a_file_larger_than_4_gib_are_read(tmp_path):
     # Sparse on disk: PyTorch writes only the sizes of these tensors, and no checksum.
     sizes = [(12,), (5 * 2**10, 2**20), (16,)]
     with FakeTensorMode():
@@ -170,7 +170,7 @@ def test_files_beyond_4_gib(tmp_path):
     assert [leaf.shape for leaf in found] == sizes
 
 
-def test_paths_and_bytes_are_read_and_other_things_refused(tmp_path):
+def test_load_accepts_paths_and_bytes_and_refuses_other_types(tmp_path):
     data = torch_bytes({"x": torch.arange(3)})
     path = tmp_path / "x.pt"
     path.write_bytes(data)
@@ -192,7 +192,7 @@ def test_pipes_devices_and_folders_are_refused(tmp_path):
                 read(path)
 
 
-def test_a_distributed_folder_is_an_error_that_names_the_command(tmp_path):
+def test_distributed_folder_error_names_the_pytorch_command(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     with pytest.warns(UserWarning, match="single process"):

@@ -66,13 +66,13 @@ values = st.recursive(
 
 @settings(deadline=None, max_examples=150)
 @given(obj=values)
-def test_pytorch_reads_back_what_was_saved(obj):
+def test_pytorch_reads_saved_objects_unchanged(obj):
     torch = pytest.importorskip("torch")
     data = save_bytes(obj)
     assert_equals_torch(obj, torch.load(io.BytesIO(data), weights_only=True))
 
 
-def test_sharing_by_identity_stays():
+def test_objects_shared_by_identity_stay_shared():
     torch = pytest.importorskip("torch")
     w, group = mx.ones((1000,)), {"lr": 0.1}
     data = save_bytes({"a": w, "b": w, "c": [w], "g": [group, group]})
@@ -96,7 +96,7 @@ def test_sharing_by_identity_stays():
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.complex64, mx.uint8])
-def test_views_and_lazy_arrays(make, dtype, monkeypatch):
+def test_views_and_lazy_arrays_are_saved_bit_identically(make, dtype, monkeypatch):
     monkeypatch.setattr(writer, "_CHUNK", 256)  # so that there are many chunks
     array = make(random_array((40, 30), dtype))
     back = torch_checkpoint.load(save_bytes([array]))[0]
@@ -104,7 +104,7 @@ def test_views_and_lazy_arrays(make, dtype, monkeypatch):
     assert_same_bits(back, bits(mx.contiguous(array)))
 
 
-def test_numpy_arrays():
+def test_numpy_arrays_of_any_layout_are_saved_as_tensors():
     torch = pytest.importorskip("torch")
     arrays = {
         "f8": np.linspace(0, 1, 5),
@@ -121,7 +121,7 @@ def test_numpy_arrays():
         assert tensor.numpy().dtype == arrays[name].dtype.newbyteorder("="), name
 
 
-def test_the_pickle_is_pytorchs_own_byte_for_byte():
+def test_saved_pickle_equals_the_pickle_of_pytorch_byte_for_byte():
     torch = pytest.importorskip("torch")
     # Python's pickler writes dicts and lists of 1000 n or 1000 n + 1 items otherwise.
     counts = (0, 1, 2, 999, 1002, 2999)
@@ -175,7 +175,7 @@ def test_records_are_stored_and_aligned_and_pytorch_maps_them(tmp_path):
     assert mapped["b"].tolist() == [1, 1, 1]
 
 
-def test_a_record_of_one_gib_is_written_and_read(tmp_path):
+def test_record_of_one_gib_is_written_and_read(tmp_path):
     # The header is then 20 bytes longer, which alignment must count.
     torch = pytest.importorskip("torch")
     path = tmp_path / "big.pt"
@@ -204,13 +204,13 @@ Point = namedtuple("Point", "x y")
         (np.array([object()]), "ndarray of dtype object"),
     ],
 )
-def test_what_cannot_be_saved_is_named_with_its_place(value, says, tmp_path):
+def test_error_names_the_path_of_a_value_that_cannot_be_saved(value, says, tmp_path):
     with pytest.raises(TypeError, match=r"obj\['state'\]\[1\].*" + says):
         torch_checkpoint.save(tmp_path / "x.pt", {"state": [0, value]})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_load_would_refuse_is_not_saved():
+def test_save_refuses_objects_that_load_would_refuse():
     cycle = []
     cycle.append({"again": cycle})
     with pytest.raises(CheckpointError, match="contains itself"):
@@ -230,7 +230,7 @@ def test_what_load_would_refuse_is_not_saved():
         save_bytes(noted)
 
 
-def test_swapped_arguments_are_explained():
+def test_error_explains_swapped_save_arguments():
     with pytest.raises(TypeError, match="takes a path"):
         torch_checkpoint.save({"x": 1}, "x.pt")
 
@@ -239,7 +239,7 @@ def test_swapped_arguments_are_explained():
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch):
+def test_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch):
     def fail_at_second(array):
         if array.size == 2:
             raise error
@@ -255,7 +255,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch
     assert os.listdir(tmp_path) == ["run.pt"]
 
 
-def test_the_file_is_synced_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+def test_file_is_synced_before_it_replaces_the_old_file(tmp_path, monkeypatch):
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -269,7 +269,7 @@ def test_the_file_is_synced_before_it_replaces_the_old_one(tmp_path, monkeypatch
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_the_mode_is_that_of_any_new_file(tmp_path):
+def test_saved_file_has_the_mode_of_a_new_file(tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
     torch_checkpoint.save(tmp_path / "x.pt", {})
@@ -277,7 +277,7 @@ def test_the_mode_is_that_of_any_new_file(tmp_path):
     assert mode == stat.S_IMODE(plain.stat().st_mode)
 
 
-def test_a_link_keeps_pointing_to_the_file(tmp_path):
+def test_saving_through_a_link_replaces_the_linked_file(tmp_path):
     path, link = tmp_path / "run.pt", tmp_path / "latest.pt"
     link.symlink_to(path)
     torch_checkpoint.save(link, {"epoch": 1})

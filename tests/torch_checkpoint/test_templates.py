@@ -36,7 +36,7 @@ def mapped(value, change, seen=None):
     return value
 
 
-def test_shapes_reads_every_dtype_and_no_data():
+def test_shapes_reads_every_dtype_without_reading_data():
     obj = {
         "float8": torch.zeros(2, 3).to(torch.float8_e5m2),
         "double": torch.zeros(4, dtype=torch.float64),
@@ -74,14 +74,14 @@ def test_shapes_of_a_large_file_takes_little_memory(tmp_path):
     assert kept["w"].shape == (2**26,)
 
 
-def test_tied_tensors_are_one_leaf():
+def test_tied_tensors_are_one_leaf_of_a_template():
     weight = torch.ones(2)
     found = torch_checkpoint.shapes(torch_bytes([weight, weight.detach(), weight[1:]]))
     assert found[0] is found[1]
     assert found[2] == TensorShape((1,), "float32")
 
 
-def test_a_filled_template_has_the_original_pickle_byte_for_byte(tmp_path):
+def test_filled_template_equals_the_original_pickle_byte_for_byte(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
@@ -115,7 +115,7 @@ def test_a_filled_template_has_the_original_pickle_byte_for_byte(tmp_path):
     assert all(type(p) is torch.nn.Parameter for p in module.parameters())
 
 
-def test_a_template_may_hold_tensors_too():
+def test_template_may_contain_tensors_too():
     obj = {"w": TensorShape((2, 3), "bfloat16"), "rng": mx.arange(3)}
     found = torch_checkpoint.load(save_bytes(obj))
     assert found["w"] == obj["w"]
@@ -124,7 +124,7 @@ def test_a_template_may_hold_tensors_too():
         torch.load(io.BytesIO(save_bytes(obj)), weights_only=True)
 
 
-def test_a_leaf_gives_its_flags_to_an_array():
+def test_template_leaf_passes_its_flags_to_the_array_that_fills_it():
     array = mx.ones(2)
     assert TensorShape((2,), "float32").fill(array) is array
     parameter = TensorShape((2,), "float32", True, True).fill(array)

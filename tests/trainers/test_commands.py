@@ -28,7 +28,7 @@ CHECKPOINT = ROOT / "tests" / "golden" / "convert" / "conv_sgd.pt"
     ],
     ids=" ".join,
 )
-def test_a_closed_pipe_ends_a_command_without_a_word(arguments, capfd):
+def test_closed_pipe_ends_a_command_without_a_message(arguments, capfd):
     if arguments[0] == "lora":
         pytest.importorskip("mlx_lm")
     # Nobody reads standard output, as after ``| head`` has seen enough.
@@ -40,7 +40,7 @@ def test_a_closed_pipe_ends_a_command_without_a_word(arguments, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_an_expected_error_is_one_line_and_others_are_raised(capsys):
+def test_expected_error_prints_one_line_and_others_are_raised(capsys):
     def fail():
         raise ValueError("a value\nis wrong\x1b[2J")
 
@@ -50,7 +50,7 @@ def test_an_expected_error_is_one_line_and_others_are_raised(capsys):
         run_command(fail, (KeyError,))
 
 
-def test_ctrl_c_ends_a_command_with_130(capsys):
+def test_ctrl_c_ends_a_command_with_exit_code_130(capsys):
     def interrupt():
         raise KeyboardInterrupt
 
@@ -58,7 +58,7 @@ def test_ctrl_c_ends_a_command_with_130(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_the_package_imports_no_conversion():
+def test_importing_the_package_does_not_import_convert():
     code = "import sys, mlx_gradscale; print('mlx_gradscale.convert' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
@@ -76,14 +76,14 @@ def test_the_package_imports_no_conversion():
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_each_way_to_call_the_command(arguments, code, said, capsys):
+def test_command_prints_and_returns_the_exit_code(arguments, code, said, capsys):
     assert dispatcher.main(arguments) == code
     output = "".join(capsys.readouterr())
     assert all(text in output for text in said)
 
 
 @pytest.mark.parametrize("name", dispatcher.COMMANDS)
-def test_each_help_has_an_example(name, capsys):
+def test_help_of_each_command_has_an_example(name, capsys):
     if name == "lora":
         pytest.importorskip("mlx_lm")
     with pytest.raises(SystemExit) as stopped:
@@ -92,7 +92,7 @@ def test_each_help_has_an_example(name, capsys):
     assert "example: mlx_gradscale" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_scripts_are_the_package_and_lora():
+def test_installed_scripts_are_mlx_gradscale_and_mlx_gradscale_lora():
     tomllib = pytest.importorskip("tomllib")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts.keys() == {"mlx_gradscale", "mlx_gradscale.lora"}

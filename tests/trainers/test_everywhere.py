@@ -61,7 +61,7 @@ def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps
 
 @each_mode
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["half", "compute"])
-def test_training_follows_float32_where_plain_float16_is_nan(dtype, compiled):
+def test_training_in_everywhere_follows_float32_where_float16_is_nan(dtype, compiled):
     wanted, *_ = train(mx.float32, compiled=False)
     assert math.isnan(train(compiled=False)[0])
     compute_dtype = mx.float16 if dtype == mx.float32 else None
@@ -83,7 +83,7 @@ def test_training_follows_float32_where_plain_float16_is_nan(dtype, compiled):
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "init_scale"])
-def test_a_wrong_argument_raises_before_anything_is_replaced(name):
+def test_wrong_argument_raises_before_mlx_is_patched(name):
     with pytest.raises(ValueError, match="must be"):
         everywhere(**{name: -1.0}).__enter__()
     assert is_as_before()
@@ -98,7 +98,7 @@ def test_max_grad_norm_clips_the_steps_of_the_trainer():
         assert (bits(model.parameters()) == before) is is_same
 
 
-def test_everything_is_restored_when_nested_and_after_an_exception():
+def test_everywhere_restores_mlx_when_nested_and_after_an_exception():
     def fail():
         with everywhere(init_scale=2.0) as inner:
             train(steps=1)
@@ -115,7 +115,7 @@ def test_everything_is_restored_when_nested_and_after_an_exception():
 
 
 @pytest.mark.compiles
-def test_functions_made_inside_are_plain_afterwards():
+def test_gradient_functions_created_inside_everywhere_are_plain_afterwards():
     model = Mlp(dtype=mx.float16)
     with everywhere():
         loss_and_grad = mx.compile(nn.value_and_grad(model, mse(model)))
@@ -127,7 +127,7 @@ def test_functions_made_inside_are_plain_afterwards():
 
 
 @pytest.mark.parametrize("make", [lambda: optim.AdamW(1e-2), optim.Adafactor])
-def test_an_optimizer_can_be_pickled_and_copied_inside(make):
+def test_optimizer_can_be_pickled_and_copied_inside_everywhere(make):
     with everywhere():
         _, model, optimizer = train(make=make, steps=2, compiled=False)
         for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -147,7 +147,7 @@ class HalvedSGD(optim.SGD):
 
 
 @pytest.mark.parametrize("is_update", [True, False], ids=["update", "apply_gradients"])
-def test_an_optimizer_that_overrides_its_step_takes_it_once(is_update):
+def test_optimizer_that_overrides_its_step_steps_once(is_update):
     def step():
         model, optimizer = nn.Linear(2, 1, bias=False), HalvedSGD(1.0)
         model.weight = mx.zeros((1, 2), mx.float16)
@@ -181,7 +181,7 @@ def test_gradients_beyond_the_range_of_float16_warn_on_the_first_batch():
     run(mx.bfloat16)  # where a warning would be an error
 
 
-def test_a_dropped_optimizer_and_model_are_freed_inside():
+def test_deleted_optimizer_and_model_are_freed_inside_everywhere():
     with everywhere() as here:
         _, model, optimizer = train(steps=2)
         references = [weakref.ref(model), weakref.ref(optimizer)]
@@ -194,7 +194,7 @@ def test_a_dropped_optimizer_and_model_are_freed_inside():
         assert "AdamW: 2 steps applied, 0 skipped" in here.report()
 
 
-def test_a_loss_that_is_scaled_already_is_left_alone():
+def test_loss_from_scale_loss_is_not_scaled_again():
     model = Mlp(dtype=mx.float16)
     ours = LossScaleOptimizer(optim.SGD(0.1), GradScaler(4.0))
     with everywhere() as here:
@@ -207,7 +207,7 @@ def test_a_loss_that_is_scaled_already_is_left_alone():
     assert ours.step.item() == 2
 
 
-def test_a_model_without_half_precision_is_reported_once_and_left_alone():
+def test_float32_model_warns_once_and_is_not_scaled():
     def run():
         with everywhere() as here:
             found = [train(mx.float32)[0] for _ in range(2)]
@@ -220,7 +220,7 @@ def test_a_model_without_half_precision_is_reported_once_and_left_alone():
     assert len(warned) == 1
 
 
-def test_a_gradient_inside_of_a_loss_is_not_scaled():
+def test_gradient_inside_a_loss_function_is_not_scaled():
     def norm(dtype):
         mx.random.seed(0)
         model = Mlp(dtype=dtype)
@@ -243,7 +243,7 @@ def test_a_gradient_inside_of_a_loss_is_not_scaled():
     assert found == pytest.approx(norm(mx.float32), rel=0.01)
 
 
-def test_a_training_loop_in_a_worker_thread_is_scaled():
+def test_training_loop_in_a_worker_thread_is_scaled():
     found = []
     with everywhere() as here:
         worker = threading.Thread(target=lambda: found.append(train()[0]))
@@ -253,7 +253,7 @@ def test_a_training_loop_in_a_worker_thread_is_scaled():
     assert found[0] == pytest.approx(train(mx.float32)[0], rel=0.02)
 
 
-def test_the_random_stream_of_the_trainer_is_unchanged():
+def test_everywhere_does_not_change_the_random_state_of_the_trainer():
     def draw():
         mx.random.seed(5)
         train(steps=1)

@@ -306,7 +306,7 @@ def accumulated_and_clipped_gradients(dtype, _):
 
 
 @pytest.mark.parametrize(("train", "compiled", "lines"), HOSTS)
-def test_host_follows_float32(train, compiled, lines):
+def test_trainer_inside_everywhere_follows_float32(train, compiled, lines):
     report = follows_float32(train, compiled)
     assert [line for line in report if "loss scale" not in line] == list(lines)
     n_models = 2 if train is two_models_stepped_after_both_gradients else 1
@@ -314,14 +314,14 @@ def test_host_follows_float32(train, compiled, lines):
 
 
 @pytest.mark.compiles
-def test_a_gradient_that_is_compiled_alone_follows_the_scale():
+def test_gradient_function_compiled_alone_follows_the_scale():
     with everywhere(init_scale=2.0**40) as here:
         gradient_compiled_alone_or_in_a_compiled_step(mx.float16, False)
     # It had to fall by about 2**24.
     assert here.scalers[0].get_scale() < 2.0**20
 
 
-def test_gradients_of_other_arguments_than_the_first_are_those_of_mlx():
+def test_gradients_of_later_arguments_are_the_same_as_in_mlx():
     tree, x = {"w": mx.ones(2, mx.float16)}, mx.full(2, 3.0, mx.float16)
     with everywhere() as here:
         grads = mx.grad(lambda tree, x: (tree["w"] * x).sum(), argnums=1)(tree, x)
@@ -346,7 +346,7 @@ class Host:
 
 
 @pytest.mark.parametrize("guard", ["continue", "raise", "nan_to_num"])
-def test_a_host_that_leaves_out_bad_steps_itself_still_trains(guard):
+def test_trainer_that_skips_non_finite_steps_itself_still_trains(guard):
     model = Mlp(dtype=mx.float16)
     start = mse(model)(*batch(0, dtype=mx.float16)).item()
     with everywhere(init_scale=2.0**30) as here:
@@ -359,7 +359,7 @@ def test_a_host_that_leaves_out_bad_steps_itself_still_trains(guard):
     assert here.scalers[0].skipped_steps.item() >= 10
 
 
-def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
+def test_finding_the_scale_skips_no_step_so_grpo_does_not_abort():
     def train(dtype):
         model = Mlp(dtype=dtype)
         gradient = nn.value_and_grad(model, lambda x, y: 1e3 * mse(model)(x, y))
@@ -375,7 +375,7 @@ def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
         train(mx.float16)
 
 
-def test_no_step_is_lost_if_later_gradients_are_32_times_as_large():
+def test_no_step_is_skipped_if_later_gradients_are_32_times_as_large():
     def train(dtype):
         model, sizes = Mlp(dtype=dtype), [1e3, 32e3, 1e3]
         gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
@@ -390,7 +390,7 @@ def test_no_step_is_lost_if_later_gradients_are_32_times_as_large():
 
 
 @each_mode
-def test_a_run_that_never_trains_warns_on_the_way_and_at_the_end(compiled):
+def test_run_that_skips_every_step_warns_during_training_and_at_the_end(compiled):
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
     before, state = bits(model.parameters()), [model.state, optimizer.state]
     warns = pytest.warns(UserWarning, match="skipped")

@@ -76,7 +76,7 @@ def mlx_lm_losses(monkeypatch, arguments):
     return found
 
 
-def test_full_float16_learns_where_mlx_lm_gives_nan(
+def test_full_float16_fine_tuning_learns_where_mlx_lm_gives_nan(
     place, tmp_path, monkeypatch, capsys
 ):
     plain = mlx_lm_losses(monkeypatch, arguments(place, tmp_path / "plain", *FULL))
@@ -101,7 +101,7 @@ def test_full_float16_learns_where_mlx_lm_gives_nan(
     assert mlx_lm.lora.train is trainer.train
 
 
-def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
+def test_float16_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
     flags = (*SLOWER, "--batch-size", "4")
     load = mlx_lm.lora.load
 
@@ -126,7 +126,7 @@ def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
     assert {x.dtype for x in saved.values()} == {mx.float16}
 
 
-def test_qlora_learns(place, tmp_path):
+def test_qlora_training_reduces_the_loss(place, tmp_path):
     history = tmp_path / "run.csv"
     # Small: with quantized weights a token takes 5 ms on the CPU.
     flags = (*SLOWER, "--history", history, "--batch-size", "1")
@@ -154,7 +154,7 @@ lr_schedule: {name: cosine_decay, arguments: [1e-2, 20]}
 
 
 @pytest.mark.parametrize("kind", ["full", "LoRA with dropout, accumulated"])
-def test_a_killed_run_resumes_bit_identically(
+def test_killed_lora_run_resumes_bit_identically(
     kind, place, tmp_path, monkeypatch, capsys
 ):
     others = (*FULL, "--grad-checkpoint")
@@ -200,9 +200,7 @@ def test_a_killed_run_resumes_bit_identically(
     assert all(mx.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
-    place, tmp_path, capsys
-):
+def test_lora_run_resumes_only_with_compatible_flags(place, tmp_path, capsys):
     def run(name, *more):
         given = arguments(place, tmp_path / name, *SLOWER, "--save-every", "2", *more)
         code = main([*given, "--history", str(tmp_path / f"{name}.csv")])
@@ -230,7 +228,7 @@ def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
         assert sentence in said.err
 
 
-def test_lora_on_two_ranks_trains_as_on_one(place, tmp_path):
+def test_lora_on_two_ranks_trains_the_same_as_on_one(place, tmp_path):
     given = arguments(place, tmp_path / "a", *FULL, "--max-grad-norm", "0.5")
     given += ["--iters", "4", "--save-every", "2"]
     codes, two, output = run_ranks(2, tmp_path / "2", "lora_ranks.py", *given)
@@ -249,7 +247,7 @@ def test_lora_on_two_ranks_trains_as_on_one(place, tmp_path):
     assert found[0]["weights"] == found[1]["weights"] != two[0]["weights"]
 
 
-def test_unknown_lora_flag_is_an_error_of_the_parser(capsys):
+def test_unknown_lora_flag_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--los-scale", "8"])
     assert exit_.value.code == 2
@@ -275,7 +273,7 @@ def test_unknown_lora_flag_is_an_error_of_the_parser(capsys):
         (["-c", "masters: none"], 'masters must be "float32" or "remainder"'),
     ],
 )
-def test_wrong_value_of_a_lora_flag_is_an_error_in_one_line(
+def test_wrong_value_of_a_lora_flag_is_a_one_line_error(
     flags, sentence, place, tmp_path, capsys
 ):
     if flags[0] == "-c":
@@ -284,7 +282,7 @@ def test_wrong_value_of_a_lora_flag_is_an_error_in_one_line(
     assert sentence in capsys.readouterr().err
 
 
-def test_an_error_of_mlx_lm_keeps_its_traceback(place, tmp_path):
+def test_error_raised_by_mlx_lm_keeps_its_traceback(place, tmp_path):
     with pytest.raises(ValueError, match="only has 2 layers"):
         main(arguments(place, tmp_path / "a", "--num-layers", "9"))
 
@@ -309,9 +307,7 @@ def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):
     assert {x.dtype for x in saved.values()} == {dtype}
 
 
-def test_float32_layers_are_those_of_the_model_that_is_trained(
-    place, tmp_path, monkeypatch
-):
+def test_float32_layers_flag_applies_to_the_trained_model(place, tmp_path, monkeypatch):
     file, seen = tmp_path / "layers.json", []
     Float32Search(["model.layers.1.mlp"]).save(file)
     evaluate = mlx_lm.lora.evaluate
@@ -330,7 +326,7 @@ def test_float32_layers_are_those_of_the_model_that_is_trained(
     assert seen == [(True, "LoRALinear")] * 2
 
 
-def test_another_mlx_lm_is_an_error_that_says_what_to_install(
+def test_incompatible_mlx_lm_is_an_error_that_says_what_to_install(
     place, tmp_path, monkeypatch, capsys
 ):
     given = arguments(place, tmp_path / "a")
@@ -358,7 +354,7 @@ def multiply_loss(monkeypatch, factor):
     monkeypatch.setattr(lora_training, "default_loss", multiplied)
 
 
-def test_no_step_is_lost_to_finding_the_scale(place, tmp_path, monkeypatch):
+def test_finding_the_first_scale_skips_no_lora_step(place, tmp_path, monkeypatch):
     multiply_loss(monkeypatch, 1e4)
     history = tmp_path / "run.csv"
     flags = ("--iters", "2", "--history", history)
@@ -366,7 +362,7 @@ def test_no_step_is_lost_to_finding_the_scale(place, tmp_path, monkeypatch):
     assert [(s < 65536, ok) for *_, s, ok in losses(history)] == [(True, True)] * 2
 
 
-def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
+def test_lora_run_that_skips_every_step_warns_at_the_end(place, tmp_path, monkeypatch):
     multiply_loss(monkeypatch, float("inf"))
     with pytest.warns(UserWarning, match="not trained: all 3 steps of Adam"):
         assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0

@@ -61,19 +61,19 @@ def test_unchanged_script_trains_in_float16(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("end", "error"), [("sys.exit(7)", SystemExit(7)), ("1 / 0", ZeroDivisionError())]
 )
-def test_the_summary_comes_however_a_script_ends(end, error, tmp_path, capsys):
+def test_summary_is_printed_however_a_script_ends(end, error, tmp_path, capsys):
     with pytest.raises(type(error)) as raised:
         run(tmp_path, SCRIPT + end, arguments=("0.1",))
     assert getattr(raised.value, "code", None) == getattr(error, "code", None)
     assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
 
 
-def test_an_optimizer_that_never_steps_is_not_in_the_summary(tmp_path, capsys):
+def test_optimizer_that_never_steps_is_not_in_the_summary(tmp_path, capsys):
     assert run(tmp_path, "import mlx.optimizers as o; optimizer = o.SGD(0.1)") == 0
     assert capsys.readouterr().err.startswith("No gradients were scaled")
 
 
-def test_a_script_whose_model_stays_float32_computes_in_float16(tmp_path, capsys):
+def test_float32_script_computes_in_float16_with_compute_dtype(tmp_path, capsys):
     script = SCRIPT.replace("model.set_dtype(mx.float16)", "").replace(
         "lambda x: model(x)", "lambda x: print(model.weight.dtype) or model(x)"
     )
@@ -109,7 +109,7 @@ for _ in range(3):
 """
 
 
-def test_float32_layers_cure_a_script_that_overflows(tmp_path, capsys):
+def test_float32_layers_flag_fixes_a_script_that_overflows(tmp_path, capsys):
     warns = pytest.warns(UserWarning, match="was not trained: all 3 steps of SGD")
     with warns, pytest.raises(SystemExit):
         run(tmp_path, OVERFLOWING + "raise SystemExit")
