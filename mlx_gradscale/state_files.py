@@ -69,8 +69,8 @@ def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
     if len(data) > _LARGEST:
         raise ValueError(
             "the file is too large to be the state of a GradScaler. If it is a whole "
-            "checkpoint, load it with mlx_gradscale.torch_checkpoint.load() and pass "
-            "the scaler's part to load_state_dict()."
+            "checkpoint, load its scaler with scaler.load_state_dict("
+            'mlx_gradscale.torch_checkpoint.load(path)["scaler"]).'
         )
     if suffix == ".safetensors":
         return {name: x.item() for name, x in read_arrays(path).items()}

@@ -129,8 +129,8 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
     text = json.dumps(encode(content, arrays)).encode()
     if len(text) > LONGEST_JSON:
         raise ValueError(
-            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Convert "
-            "long lists that you pass to save_checkpoint() to arrays."
+            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
+            "lists to save_checkpoint() as mx.array."
         )
     if (run / _CHECKSUMS).exists():
         raise ValueError(

@@ -13,7 +13,7 @@ would take three kernels instead of one. Splitting and joining a master weight h
 error (tests try every weight):
 
 - float16: exact from 2**-16 up, at most 2**-40 below. Half an ulp of a weight x is at
-  most x / 2**11 and float32 resolves x / 2**24, which takes 15 bits including the sign.
+  most x / 2**11 and float32 resolves x / 2**24, so 15 bits with the sign are enough.
 - bfloat16: at most one float32 ulp, usually zero, up to 2**110, where products
   overflow. Half a bfloat16 ulp is 2**15 float32 ulps, but has only 32,766 steps.
 

@@ -32,7 +32,7 @@ _START_AFRESH = (
 class _Stage:
     """The progress of one optimizer since the last ``update()``."""
 
-    optimizer: Optimizer  # keeps its id unique
+    optimizer: Optimizer  # referenced to keep its id unique
     finite: mx.array
     stepped: bool = False
 
@@ -204,8 +204,8 @@ class GradScaler:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
         The value of the loss does not change, and gradients come out unscaled, in
-        float32. Only gradients with respect to the model's parameters are supported or,
-        without a model, with respect to the arrays in the first argument.
+        float32. This covers gradients with respect to the model's parameters or,
+        without a model, the arrays in the first argument.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is

@@ -110,7 +110,7 @@ def _match(
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Write each (container, key, value) in a single C call."""
+    """Write all (container, key, value) triples in a single C call."""
     deque(starmap(setitem, list(writes)), maxlen=0)
 
 
