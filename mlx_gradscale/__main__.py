@@ -1,4 +1,4 @@
-"""The commands of the package, run as ``mlx_gradscale NAME``."""
+"""Run the commands of the package: ``mlx_gradscale COMMAND``."""
 
 import importlib
 import sys
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Default: the arguments of the process.
 
     Returns:
-        int: The command's exit code, or 2 if there is no such command.
+        int: The exit code of the command, or 2 if the command does not exist.
     """
     name, *arguments = [*(sys.argv[1:] if argv is None else argv), ""]
     if name in COMMANDS:

@@ -1,4 +1,4 @@
-"""Exit codes and one-line error messages, shared by all commands."""
+"""Run commands with one-line error messages and consistent exit codes."""
 
 import os
 import sys
@@ -17,12 +17,12 @@ def run_command(
 
     Args:
         work (Callable): Returns an exit code; None means 0.
-        expected (tuple): Errors to print on one line; others are raised.
+        expected (tuple): Exceptions to print on one line; others propagate.
         flags (dict, optional): Maps argument names in errors to command-line flags.
 
     Returns:
-        int: The exit code of ``work``; 1 after a printed error, or 128 plus the signal
-        as in a shell: 130 after Ctrl-C, 141 if the output pipe was closed.
+        int: The exit code of ``work``, or 1 after an expected exception. As in a shell,
+        the code is 130 after Ctrl-C, and 141 if the output pipe was closed.
 
     Example:
         >>> run_command(lambda: print("done"))
@@ -39,7 +39,7 @@ def run_command(
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Otherwise Python would try to flush the rest at exit and report an error.
+        # Otherwise Python would flush the remaining output at exit and report an error.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -10,18 +10,18 @@ import mlx.core as mx
 from .core.notices import SkipWatch, warn_user
 from .core.trees import restore, snapshot
 
-# MLX's own function, also inside everywhere(), which replaces it.
+# Keep MLX's own function, because everywhere() replaces mx.compile.
 _compile = mx.compile
 
 
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """Compile a training step over the state that it reads and writes.
 
-    Equivalent to ``mx.compile(step, inputs=state, outputs=state)`` with two additions.
+    Equivalent to ``mx.compile(step, inputs=state, outputs=state)``, with two additions.
     If the step raises during tracing, ``state`` and the random state are restored; MLX
     would leave unusable placeholders in them. The compiled step also warns about 50
-    consecutive skipped steps and about a very small loss scale. The values it reads are
-    at least 50 steps old, so nothing waits for the device.
+    consecutive skipped steps and about a very small loss scale. For these warnings it
+    reads only values that are at least 50 steps old, so nothing waits for the device.
 
     Args:
         step (Callable): The training step.
@@ -54,7 +54,7 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
             result = compiled(*args, **kwargs)
         except BaseException:
             restore(saved)
-            # Inside another trace the key is a placeholder, which that trace restores.
+            # Inside another trace, the key is a placeholder and cannot be read.
             with suppress(RuntimeError):
                 first, second = key.tolist()
                 mx.random.seed(first << 32 | second)

@@ -1,7 +1,7 @@
-"""Helpers for distributed training: broadcast from rank 0, check ranks for equality.
+"""Send values from rank 0 to all ranks, and check that the ranks are in sync.
 
-MLX collectives have no tags and no timeout: every rank of the group must make these
-calls, in the same order, or the others block until it makes another call or exits.
+MLX collectives have no tags and no timeout. All ranks must call these functions in the
+same order; if one does not, the others block until it makes another call or exits.
 """
 
 import json
@@ -57,7 +57,7 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
     if lines:
         if len(lines) > _LISTED:
             lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more differences."]
-        lines.append("Load the last checkpoint on all ranks with from_rank_0().")
+        lines.append("To sync the ranks, load a checkpoint with from_rank_0().")
         raise RuntimeError("\n".join(lines))
 
 
@@ -81,11 +81,11 @@ def broadcast(tree: Any, group: Group | None = None) -> Any:
 def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     """Call ``load`` on rank 0 and return its result on every rank.
 
-    Only rank 0 needs the file. If ``load`` raises there, every rank raises.
+    Only rank 0 needs access to the files. If ``load`` raises, every rank raises.
 
     Args:
         load (Callable): Returns a tree (dict, list, tuple) of arrays, Python numbers,
-            strings and None; anything else raises a TypeError.
+            strings and None. Other types raise a ``TypeError``.
         group (Group, optional): The ranks that take part. Default: the global group.
 
     Example:
@@ -106,7 +106,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     with raise_together(group):
         if group.rank() == 0:
             tree = encode(load(), found)
-            # Evaluate here, because a file that cannot be read fails only then.
+            # Evaluate here, so that an error while reading a file reaches all ranks.
             mx.eval(found)
     kinds = {name: [x.shape, CODES[x.dtype]] for name, x in found.items()}
     tree, kinds = _gather([tree, kinds], group)[0]
@@ -152,7 +152,7 @@ def _gather(value: Any, group: Group) -> list[Any]:
 
 
 def _sum_of_bytes(x: mx.array, group: Group) -> mx.array:
-    # Exact for all dtypes, -0.0 and NaN, because all ranks but one have zeros.
+    # Exact for all dtypes, -0.0 and NaN, because all ranks except 0 add zeros.
     if not x.size:
         return x
     total = mx.distributed.all_sum(x.reshape(-1).view(mx.uint8), group=group)

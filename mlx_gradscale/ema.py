@@ -17,16 +17,16 @@ from .core.optimizer import LossScaleOptimizer
 class EMA:
     """Average the trainable weights over the applied steps, in float32.
 
-    For a half-precision model it averages the float32 master weights, because most
-    steps are too small to change a float16 weight. Skipped steps do not count.
+    With a ``LossScaleOptimizer``, the average is over the float32 master weights,
+    because most steps are too small to change a float16 weight. Skipped steps do not
+    count.
 
     Args:
         model (nn.Module): The model whose weights initialize the average.
         optimizer (Optimizer, optional): A ``LossScaleOptimizer``, which supplies the
             master weights and whether its last step was applied. Other optimizers are
             ignored. Default: ``None``.
-        decay (float): The share of the average that each step keeps. Default:
-            ``0.999``.
+        decay (float): The weight of the old average in an update. Default: ``0.999``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -49,8 +49,8 @@ class EMA:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
         self._optimizer = optimizer
-        # 1 - decay, because float32 cannot tell a decay near 1 from 1. The weights are
-        # copied, because ``weight += 1`` modifies an array in place.
+        # Store 1 - decay, because float32 cannot distinguish a decay near 1 from 1.
+        # Copy the weights, because ``weight += 1`` modifies an array in place.
         self._state: dict[str, Any] = {
             "rate": mx.array(1.0 - decay),
             "weights": {path: mx.array(x) for path, x in self._full(model).items()},
@@ -103,7 +103,7 @@ class EMA:
         Args:
             model (nn.Module): The model to change.
         """
-        own = model.parameters()  # also those that were frozen for the evaluation
+        own = model.parameters()  # including any that were frozen since
         averages = self._state["weights"]
         found = {path: x for path, x in tree_flatten(own) if path in averages}
         self._check("the model", found)
@@ -120,9 +120,9 @@ class EMA:
             old, new = (tree.get(path) for tree in (averages, weights))
             if old is None or new is None or old.shape != new.shape:
                 raise ValueError(
-                    f"The average does not match {what}: {path!r} is missing in one of "
-                    "them, or has another shape. Create a new EMA after freezing, "
-                    "unfreezing or changing layers."
+                    f"The average does not match {what}: {path!r} is missing from one "
+                    "of them or has a different shape. Create a new EMA after "
+                    "freezing, unfreezing or changing layers."
                 )
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:

@@ -15,8 +15,8 @@ from .files.arrays import read_arrays, write_arrays
 from .files.atomic import atomic_write
 from .files.paths import open_file
 
-# A scaler's state takes about 300 bytes. A file that unpacks to more than this is
-# something else.
+# A scaler's state takes about 300 bytes, so a file that unpacks to more than 1 MB must
+# be something else.
 _LARGEST = 2**20
 _SUFFIXES = (".json", ".json.gz", ".safetensors", ".pt", ".pt.gz")
 
@@ -59,7 +59,8 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
         raise ValueError(
-            f"{os.fspath(path)} contains a {type(state).__name__}, not a state dict."
+            f"{os.fspath(path)} contains a {type(state).__name__}, not a dict. Save "
+            "the result of scaler.state_dict()."
         )
     return state
 
@@ -67,9 +68,9 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
     if len(data) > _LARGEST:
         raise ValueError(
-            "the file is too large to be the state of a GradScaler. To load the state "
-            "from a whole checkpoint, use "
-            'load_state_dict(torch_checkpoint.load(path)["scaler"]).'
+            "the file is too large to be the state of a GradScaler. If it is a whole "
+            "checkpoint, load its scaler with scaler.load_state_dict("
+            'mlx_gradscale.torch_checkpoint.load(path)["scaler"]).'
         )
     if suffix == ".safetensors":
         return {name: x.item() for name, x in read_arrays(path).items()}

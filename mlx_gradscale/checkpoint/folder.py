@@ -1,17 +1,17 @@
-"""A run's folder: one numbered subfolder per checkpoint, renamed into place.
+"""Read and write the folder of a run, which has one subfolder per checkpoint.
 
     run/
       save-000007/
         model.safetensors       the model's weights, for mx.load and mlx-lm
         training.safetensors    arrays of the optimizer and extra
-        training.json           everything else
+        training.json           all other values
         checksums.json          CRC-32 of the other files
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
 a hidden folder, renames it to the next free number, and then removes old checkpoints.
-The newest one is complete even if a process is killed, a damaged one does not prevent
-the next save, and two writers use different numbers. A single file could be replaced
-atomically, but mlx-lm could not load the weights from it.
+The newest checkpoint is complete even if a process is killed, a damaged checkpoint does
+not prevent the next save, and two writers use different numbers. A single file could be
+replaced atomically, but mlx-lm could not load the weights from it.
 """
 
 import errno
@@ -33,7 +33,7 @@ from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
 _CHECKSUMS = "checksums.json"
-_PREFIX = "optimizer."  # of the names of its arrays
+_PREFIX = "optimizer."  # of the names of the optimizer's arrays
 _SAVE = re.compile("save-[0-9]{6,}")
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
 
@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
         weights (dict): The model's weights by path.
         optimizer (dict): The leaves of ``optimizer.state`` by path.
         scaler (dict): The scaler's ``state_dict()``, or None without a scaler.
-        extra (dict): Additional values saved by the user.
+        extra (dict): The user's own values.
         description (dict): The other entries of ``training.json``.
     """
 
@@ -100,7 +100,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return _read_save(save)
     except Exception as error:
-        if not save.exists():  # a writer has removed it after saving a newer one
+        if not save.exists():  # removed by a writer that saved a newer one
             return read_checkpoint(path)
         older = [x.name for x in saves if x != save]
         advice = ""
@@ -111,7 +111,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of an error, with its type unless the message is enough."""
+    """Return the message of an error, with its type unless the message is clear."""
     is_clear = isinstance(error, (ValueError, OSError))
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
@@ -129,8 +129,8 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
     text = json.dumps(encode(content, arrays)).encode()
     if len(text) > LONGEST_JSON:
         raise ValueError(
-            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Save long "
-            "lists in extra as mx.array."
+            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
+            "lists to save_checkpoint() as mx.array."
         )
     if (run / _CHECKSUMS).exists():
         raise ValueError(
@@ -179,8 +179,8 @@ def _read_save(folder: Path) -> Checkpoint:
     content = decode(read_json(folder / _JSON, open_inside), arrays)
     if content | _FORMAT != content:
         raise ValueError(
-            "training.json has an unknown format or version. It may have been written "
-            "by a newer version of mlx_gradscale."
+            "training.json has an unknown format or version. If a newer version of "
+            "mlx_gradscale wrote it, upgrade the package."
         )
     for row in content["settings"]:
         if [*map(type, row.values())] != [str, list, dict]:

@@ -1,8 +1,8 @@
-"""Save and restore the memory order of arrays, which safetensors files lose.
+"""Find and restore the memory order of arrays, which safetensors files do not store.
 
 Matrix products round differently for transposed operands, and a step leaves weights and
-moments in the order of its operands. So a resumed run is bit-identical only if that
-order is restored too.
+moments in the order of its operands. A resumed run is therefore bit-identical only if
+that order is restored too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the axes, outermost first in memory, of arrays that are not row-major.
+    """Return the order of axes in memory, outermost first, of non-row-major arrays.
 
     Example:
         >>> x = mx.zeros((2, 3))
@@ -25,7 +25,7 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
         if isinstance(x, mx.array) and x.ndim > 1 and x.size > 1:
             buffer: Any = x
             strides = memoryview(buffer).strides or ()
-            # Equal strides mean that one of the axes has a single element.
+            # If two strides are equal, one of the axes has a single element.
             keys = [(-stride, -n) for stride, n in zip(strides, x.shape, strict=True)]
             order = sorted(range(x.ndim), key=keys.__getitem__)
             if order != [*range(x.ndim)]:
@@ -34,11 +34,11 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def arrange(x: Any, order: Sequence[int] | None) -> Any:
-    """Return an equal array whose axes have this order in memory."""
+    """Return an equal array with its axes in the given order in memory."""
     if order is None:
         return x
     if sorted(order) != [*range(x.ndim)]:
-        raise ValueError(f"{order} is not a permutation of the axes of {x.shape}.")
+        raise ValueError(f"{order} does not permute the axes of shape {x.shape}.")
     moved = x.transpose(order)
     # Two reshapes set even the strides of axes with a single element.
     inverse = sorted(range(x.ndim), key=order.__getitem__)

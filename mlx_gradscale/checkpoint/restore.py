@@ -1,4 +1,4 @@
-"""``restore_checkpoint``: load a saved run into a live one, all or nothing."""
+"""``restore_checkpoint``: restore a saved run in place, completely or not at all."""
 
 import os
 import warnings
@@ -50,15 +50,15 @@ def restore_checkpoint(
     schedules. Without a schedule, the learning rate is restored too. A
     ``LossScaleOptimizer`` may have a different ``masters`` argument than the saved one.
     In distributed training, all ranks must call this; only rank 0 reads. The number of
-    ranks may differ from that of the saved run.
+    ranks may have changed since the run was saved.
 
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
             the ``save-...`` folders in it.
         model (nn.Module): Names, shapes and dtypes of the weights must match. Frozen
             weights that were not saved must have the same values.
-        optimizer (Optimizer): Class and settings must match those of the saved
-            optimizer. It does not have to be initialized.
+        optimizer (Optimizer): Class and settings must match the saved optimizer. It
+            does not have to be initialized.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
 
     Returns:
@@ -89,7 +89,7 @@ def restore_checkpoint(
             _restore_model(saved, model)
             _check_settings(saved.description["settings"], optimizer)
             _restore_scaler(saved.scaler, scaler)
-        # All ranks now hold equal weights, which an optimizer may compare in init().
+        # The ranks now have equal weights, which init() of the optimizer may compare.
         with raise_together(group):
             _restore_optimizer(saved, model, optimizer)
     except BaseException as error:
@@ -109,12 +109,11 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
         values[name] = own.get(name)
         if name in own and fingerprint(own[name]) != expected:
             raise ValueError(
-                f"the frozen parameter {shorten(name)}, which this checkpoint does not "
-                "contain, differs from that of the saved run. Load the same base model "
-                "first."
+                f"the frozen parameter {shorten(name)} is not in the checkpoint, and "
+                "its value differs from the saved run. Load the same base model first."
             )
     places = {".".join(map(str, path)): (box, k) for path, box, k in slots(model)}
-    # A forward pass leaves statistics in the dtype of its input.
+    # BatchNorm's statistics take the dtype of the input in a forward pass.
     free = {name for name in own if name.endswith(STATISTICS)}
     orders = saved.description["orders"]["model"]
     _replace("the model", {name: places[name] for name in own}, values, orders, free)
@@ -122,7 +121,7 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
 
 def _restore_scaler(saved: dict[str, Any] | None, scaler: GradScaler | None) -> None:
     if scaler is not None and saved is not None:
-        # A state dict leaves out settings that have their default values.
+        # A state dict omits settings that have their default values.
         usual = {name: default for name, (_, default) in SETTINGS.items()}
         scaler.load_state_dict(saved and usual | saved)
     elif scaler is not None:
@@ -141,7 +140,7 @@ def _restore_optimizer(
     places = optimizer_places(optimizer)
     if is_wrapper:
         _convert_masters(state, places, weights)
-    # Some optimizers add to the state of a parameter when they step.
+    # Some optimizers add values to the state of a parameter in a step.
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     endings = tuple(f".{name}" for name in weights)
     for path in state.keys() - places.keys():
@@ -149,7 +148,7 @@ def _restore_optimizer(
         if f".{parent}".endswith(endings) and parent in containers:
             places[path] = containers[parent], key
     orders = saved.description["orders"]["optimizer"]
-    # MLX's optimizers may change the dtype of their state in the first steps.
+    # The first steps of an MLX optimizer may change the dtypes of its state.
     _replace("the optimizer", places, state, orders, free=places)
     written = optimizer.state["written"] if is_wrapper else {}
     for name in written.keys() & weights.keys():
@@ -176,7 +175,7 @@ def _replace(
     orders: Mapping[str, Any],
     free: Collection[str],
 ) -> None:
-    """Write values to their places; the dtype of those in ``free`` may differ."""
+    """Write values to their places; dtypes may differ for the paths in ``free``."""
     missing = {
         whose: sorted(values.keys() - places.keys()),
         "the checkpoint": sorted(places.keys() - values.keys()),
@@ -216,7 +215,7 @@ def _describe(x: Any) -> str:
 
 
 def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Raise if settings differ from the saved ones; warn if schedules differ."""
+    """Raise if the class or settings differ; warn if the schedules differ."""
     own = describe_optimizer(optimizer)
     was, now = (", ".join(row["class"] for row in rows) for rows in (saved, own))
     if was != now:
@@ -247,8 +246,8 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
 def _find_seed(keys: mx.array, group: Group) -> int:
     """Return the seed that restores this rank's ``mx.random`` key.
 
-    A rank that was not saved gets the same key if all saved ones are equal, and a new
-    key otherwise.
+    A rank without a saved key gets the same key as the others if all saved keys are
+    equal, and a new key otherwise.
     """
     rank, count = group.rank(), len(keys)
     if keys.dtype != mx.uint32 or keys.shape != (count, 2):

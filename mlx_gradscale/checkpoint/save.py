@@ -21,17 +21,17 @@ from ..nonfinite import nonfinite
 from .folder import Checkpoint, write_checkpoint
 from .memory_order import find_orders
 
-# The class that checkpoints name for a LossScaleOptimizer and its subclasses.
+# The name that checkpoints use for LossScaleOptimizer and its subclasses.
 WRAPPER = "LossScaleOptimizer"
-# Types that an optimizer may keep in its state.
+# Types of optimizer state that checkpoints support.
 STATE = (mx.array, bool, int, float)
 # BatchNorm's statistics, which change although they are not trainable.
 STATISTICS = ("running_mean", "running_var")
 # Entries of a LossScaleOptimizer's state that are not saved with it: the scaler is
 # saved separately, max_grad_norm is a setting, and "written" repeats the weights.
 _UNSAVED = ("scaler.", "max_grad_norm", "written.")
-# How many bytes of each unsaved frozen weight to checksum. A different base model
-# differs in every tensor, and reading 4 GB of weights would add seconds to each save.
+# How many bytes of each unsaved frozen weight to checksum. A sample is enough, because
+# another base model differs in every tensor; reading 4 GB would take seconds per save.
 _SAMPLE = 2**16
 
 
@@ -49,11 +49,11 @@ def save_checkpoint(
 
     A run resumed with :func:`restore_checkpoint` is bit-identical to this one. Each
     call adds a folder ``save-000001``, ``save-000002``, ... to ``path`` and then
-    removes all but the newest ``keep``. The newest checkpoint is complete even if the
-    process is killed. Other files in ``path`` are left alone. ``mx.load`` and mlx-lm
-    can load the ``model.safetensors`` in each folder; see ``latest_checkpoint``.
-    Learning rate schedules are Python code and are not saved, but the step count that
-    they depend on is.
+    removes all but the newest ``keep`` checkpoints. The newest one is complete even if
+    the process is killed. Other files in ``path`` do not change. ``mx.load`` and mlx-lm
+    can load ``model.safetensors`` from each folder; see ``latest_checkpoint``. Learning
+    rate schedules are Python code and are not saved, but the step count that they
+    depend on is.
 
     In distributed training, all ranks must call this; rank 0 writes. Trainable
     parameters and states must be equal on all ranks, so gather a sharded model first.
@@ -109,7 +109,7 @@ def save_checkpoint(
         if isinstance(optimizer, LossScaleOptimizer):
             state |= _current_masters(model, optimizer)
         arrays = {path: x for path, x in state.items() if isinstance(x, mx.array)}
-        arrays.pop("grad_norm", None)  # infinite after a skipped step
+        arrays.pop("grad_norm", None)  # non-finite after a skipped step
         same = {"model": model.trainable_parameters(), "optimizer": arrays}
         if not all_finite(same).item():
             raise ValueError(
@@ -205,7 +205,7 @@ def _is_plain(value: Any) -> bool:
 def _split_weights(
     model: nn.Module, frozen: bool | None
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Return the weights to save, and those that only need a fingerprint."""
+    """Return the weights to save, and the frozen weights to fingerprint instead."""
     own = dict(flatten(model.parameters()))
     if frozen is None:
         frozen = not any(name.split(".")[-1] == "lora_a" for name in own)
@@ -223,7 +223,7 @@ def _split_weights(
 def _current_masters(
     model: nn.Module, optimizer: LossScaleOptimizer
 ) -> dict[str, mx.array]:
-    """Return float32 master weights; a weight set by the user is its own master."""
+    """Return the float32 master weights, or the weight itself if it was replaced."""
     masters = flatten(optimizer.masters(model.parameters()))
     known = optimizer.state["masters"]
     return {f"masters.{name}": x for name, x in masters if name in known}

@@ -2,5 +2,5 @@
 
 Reading order: ``scale``, ``trees``, ``finite``, ``masters``, ``notices``,
 ``gradients``, ``optimizers``, ``ranks``, ``guard``, ``scaler``, ``optimizer``.
-They do not import the rest of the package.
+Only ``GradScaler.save`` and ``load`` import other parts of the package.
 """

@@ -1,9 +1,9 @@
 """Differentiate a scaled loss and unscale the gradients lazily.
 
 Each unscaled float32 gradient keeps a reference to the scaled array it came from. If a
-step receives it unchanged, the step reads the scaled array and, on a GPU, unscales it
-inside the update kernel, so MLX never computes the float32 copy. A gradient that was
-clipped, accumulated or averaged is a different object and is used as is.
+step receives the gradient unmodified, it reads the scaled array and, on a GPU, unscales
+it inside the update kernel, so MLX never computes the float32 copy. Clipping,
+accumulating or averaging returns a new array, which the step uses as is.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,13 +35,13 @@ class Casting(NamedTuple):
             raise ValueError("keep= and cast_inputs= require compute_dtype=.")
         is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
         if dtype is not None and not is_dtype:
-            raise ValueError(f"compute_dtype must be a floating dtype, got {dtype!r}.")
+            raise ValueError(f"compute_dtype must be floating-point, got {dtype!r}.")
 
     def parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters, cast for the forward pass."""
         if self.compute_dtype is None:
             return parameters
-        # Layers that compute in float32 (see float32_layers) are marked as such.
+        # float32_layers() marks the layers that compute in float32.
         float32 = tuple(
             f"{path}." if path else ""
             for path, module in model.named_modules()
@@ -94,7 +94,7 @@ class Backward:
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        # The gradients unscaled in the latest backward pass through scale_loss().
+        # Tokens of the gradients that the last backward pass of scale_loss() unscaled.
         self._last_unscaled: set[object] | None = None
         self._has_derivative = False
         self._warned: set[str] = set()
@@ -136,7 +136,7 @@ class Backward:
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
-        """Wrap ``loss_fn`` to scale its backward pass; gradients come out unscaled."""
+        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients."""
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
@@ -173,17 +173,17 @@ class Backward:
         return scaled_loss_fn
 
     def check_unscaled(self) -> None:
-        """Raise if the last ``scale_loss`` call produced scaled gradients."""
+        """Raise if the last backward pass of ``scale_loss()`` unscaled no gradients."""
         unscaled, self._last_unscaled = self._last_unscaled, None
         if unscaled is not None and not unscaled:
             raise RuntimeError(
-                "These gradients are still scaled. scale_loss() unscales only the "
-                "gradients of models among the arguments, or of the first argument if "
-                "there are none. Pass the model: scale_loss(loss_fn, model)."
+                "These gradients are still scaled. scale_loss() unscales gradients of "
+                "the models among the loss function's arguments or, without a model, "
+                "of its first argument. Pass the model: scale_loss(loss_fn, model)."
             )
 
     def scaled(self, output: mx.array) -> Any:
-        """Return ``output`` times the scale, and note when it is differentiated."""
+        """Multiply ``output`` by the scale, and record whether it is differentiated."""
         self._check_loss_dtype(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
@@ -194,12 +194,12 @@ class Backward:
         return _with_gradient(scaled, mx.array(1.0), note)
 
     def inverse_scale(self) -> mx.array:
-        """Return the factor for gradients from ``scale()``; warn if there are none."""
+        """Return 1 / scale; warn if no result of ``scale()`` was differentiated."""
         if not self._has_derivative:
             self.warn_once(
                 "scale() was called, but its result was never differentiated, so these "
-                "gradients are not scaled and would become too small. Call scale() "
-                "inside the function that you differentiate, or use value_and_grad()."
+                "gradients are unscaled and would become too small. Call scale() in "
+                "the function that you differentiate, or use value_and_grad()."
             )
         return 1.0 / self._state["scale"]
 
@@ -207,9 +207,9 @@ class Backward:
         """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
-                "The loss is float16, so scaling it by more than 65504 overflows, and "
-                "steps are skipped until the scale is smaller. Compute the loss in "
-                "float32, for example from logits.astype(mx.float32)."
+                "The loss is float16, so a scale above 65504 overflows in the backward "
+                "pass, and steps are skipped until the scale is smaller. Compute the "
+                "loss in float32, for example from logits.astype(mx.float32)."
             )
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -223,7 +223,7 @@ class Backward:
             self.warn_once(
                 f"{type(model).__name__} has BatchNorm layers with float16 running "
                 f"statistics ({', '.join(half)}), where a variance above 65504 is "
-                "inf. Keep them in float32 with mlx_gradscale.float32_layers()."
+                "inf. Keep these layers in float32 with mlx_gradscale.float32_layers()."
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:
@@ -248,13 +248,13 @@ def differentiate(
 ) -> tuple[Any, Any]:
     """Return the output of the loss function and the gradients of the scaled loss.
 
-    Gradients are taken with respect to the *cast* parameters, so they leave the
-    backward pass in the compute dtype. The model's own parameters are then restored.
+    The gradients are with respect to the *cast* parameters, so they come out in the
+    compute dtype. The model's own parameters are then restored.
     """
     places = writable_arrays(model)
     parameters = model.trainable_parameters()
     trained = set(map(id, leaves(parameters)))
-    # The arrays that stand in for the parameters while the loss is computed.
+    # The arrays that replace the parameters while the loss is computed.
     substitutes: list[mx.array] = []
 
     def scaled_loss(parameters: Any, args: Any, kwargs: Any) -> tuple[mx.array, Any]:
@@ -280,12 +280,12 @@ def differentiate(
 def clean_up(
     places: Writes, trained: set[int], substitutes: list[mx.array] | None
 ) -> None:
-    """Restore a model after its forward pass, except for what that pass may change.
+    """Restore a model's parameters after a forward pass, and non-finite buffers.
 
-    ``places`` are the arrays before the forward pass. Trained arrays replace their
-    substitutes, or anything if ``substitutes`` is None; what the forward pass itself
-    wrote is kept, as in MLX. Buffers are restored on the device if they became
-    non-finite: BatchNorm's running statistics would stay inf or NaN after an overflow.
+    ``places`` contains the model's arrays before the forward pass. A parameter is
+    restored unless the forward pass assigned a new array to it; it is always restored
+    if ``substitutes`` is None. A buffer that became non-finite is restored on the
+    device, because BatchNorm's running statistics would otherwise stay inf or NaN.
     """
     ids = None if substitutes is None else set(map(id, substitutes))
     writes: Writes = []
@@ -303,13 +303,13 @@ def clean_up(
 
 
 def writable_arrays(model: nn.Module) -> Writes:
-    """Return (container, key, array) for every array of a model."""
+    """Return (container, key, array) for every array of a model outside tuples."""
     found = slots(model)
     return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
 
 
 def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
-    """Return ``x``, with its gradient unscaled in float32 and noted in a set."""
+    """Return ``x``; its backward pass unscales the gradient and records a token."""
     if not isinstance(x, mx.array) or not is_floating(x):
         return x
     token = object()
@@ -330,7 +330,7 @@ def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) ->
 def _with_gradient(
     x: mx.array, factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array]
 ) -> Any:
-    """Return ``x``, with ``gradient(cotangent, factor)`` in its backward pass."""
+    """Return ``x`` with ``gradient(cotangent, factor)`` as its backward pass."""
     identity = mx.custom_function(lambda x, factor: x)
     zero = mx.zeros_like(factor)
     identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
@@ -365,8 +365,8 @@ def _unscale(gradients: Any, inverse: mx.array) -> Any:
 def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
     """Unscale a gradient in float32, replacing non-finite values with NaN.
 
-    Elementwise clipping would turn inf into the limit, which would then be applied. NaN
-    survives any processing before the step.
+    Elementwise clipping would turn inf into a finite value, and the step would be
+    applied. NaN survives clipping, accumulation and averaging.
     """
     if not is_floating(gradient):
         return gradient
@@ -378,7 +378,7 @@ def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
 def each_use(array: mx.array) -> Iterator[mx.array]:
     """Yield the array once per leaf, switching to a fresh alias every 512 leaves.
 
-    ``mx.compile`` takes time quadratic in the number of uses of one array.
+    Compiling takes time quadratic in the number of uses of one array.
     """
     while True:
         yield from repeat(array, 512)
@@ -390,7 +390,7 @@ def loss_of(outputs: Any) -> mx.array:
     loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(loss, mx.array):
         raise TypeError(
-            "The loss function must return an array, or a tuple that starts with one, "
+            "The loss function must return an array, or a tuple that starts with one; "
             f"got {loss!r}."
         )
     if loss.ndim:
@@ -409,7 +409,7 @@ def with_loss(outputs: Any, loss: mx.array) -> Any:
 
 
 def refuse_scaled(loss_fn: Any) -> None:
-    """Raise if a loss function is already scaled."""
+    """Raise if a loss function was returned by ``scale_loss()``."""
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function was returned by scale_loss() and would be scaled "
@@ -418,5 +418,5 @@ def refuse_scaled(loss_fn: Any) -> None:
 
 
 def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must treat this as a leaf, such as a model."""
+    """Return whether ``tree_map`` must treat ``x``, such as a model, as a leaf."""
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

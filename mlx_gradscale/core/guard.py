@@ -1,4 +1,4 @@
-"""Guarded optimizer steps: apply or skip a step, as decided on the device.
+"""Apply or skip an optimizer step, as decided on the device.
 
 ``inspect`` checks whether the gradients are finite, ``plan`` computes the results of a
 step, and ``Plan`` commits them all at once.
@@ -58,7 +58,7 @@ def casts_first() -> bool:
 
     On a CPU, a cast inside the update kernel compiles to scalar code, and the step
     takes 1.55 times as long as the bare optimizer instead of 1.29 times. On a GPU,
-    writing and reading a float32 copy would cost 8 bytes per parameter.
+    writing and reading a float32 copy would move 8 more bytes per parameter.
     """
     return mx.default_device() == mx.Device(mx.cpu)
 
@@ -69,7 +69,7 @@ def inspect(
     max_norm: mx.array | None = None,
     were_finite: mx.array | None = None,
 ) -> Inspected:
-    """Lazily compute whether all gradients are finite, and the clipping factor.
+    """Lazily check that all gradients are finite, and compute the clipping factor.
 
     ``were_finite`` is the flag from an earlier ``unscale_()``.
     """
@@ -88,8 +88,8 @@ def inspect(
             continue
         scaled[leaf.path] = source[0]
         if source[0].dtype in HALF and casts_first():
-            # mx.contiguous ends the kernel without a copy. Otherwise mx.compile would
-            # merge the cast with the update.
+            # mx.contiguous ends the fused kernel without a copy. Without it, mx.compile
+            # would merge the cast with the update.
             gradients[leaf.path] = mx.contiguous(leaf.gradient, allow_col_major=True)
         else:
             gradients[leaf.path] = source[0]
@@ -98,8 +98,8 @@ def inspect(
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
         applied = ranks.agree(finite if were_finite is None else finite & were_finite)
     else:
-        # One pass gives both the norm and the finite flag, and clipping is folded into
-        # the unscaling factor. Clips like mlx.optimizers.clip_grad_norm.
+        # One pass computes both the norm and the finite flag. Clipping works as in
+        # mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(scaled, inverse, others)
         clip = mx.minimum(max_norm / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
@@ -108,24 +108,24 @@ def inspect(
 
 @dataclass
 class Plan:
-    """The results of a step that are not committed yet."""
+    """The results of a step, before they are committed."""
 
     gradients: Any
     leaves: list[Leaf]
     # The new parameters, by path.
     new: dict[str, mx.array] = field(default_factory=dict)
-    # Everything else. Callers may append to it.
+    # All other writes. Callers may append to the list.
     writes: Writes = field(default_factory=list)
 
     def commit_to_model(self) -> None:
-        """Commit everything, replacing the parameters in the model."""
+        """Commit all writes, including the new parameters of the model."""
         for leaf in self.leaves:
             if leaf.path in self.new:
                 self.writes.append((leaf.container, leaf.key, self.new[leaf.path]))
         commit(self.writes)
 
     def commit(self) -> Any:
-        """Commit all but the parameters; return them in the gradients' structure."""
+        """Commit all other writes, and return the parameters as a tree."""
         commit(self.writes)
         parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
@@ -149,11 +149,11 @@ def plan(
     inspected: Inspected,
     masters: Masters | None = None,
 ) -> Plan:
-    """Plan an optimizer step in float32, without changing anything yet.
+    """Plan a step of an initialized optimizer in float32.
 
     If ``inspected.applied`` is false, the planned parameters and optimizer state are
-    bit-identical to the old ones. Each new parameter keeps its dtype. The optimizer
-    must be initialized.
+    bit-identical to the old ones. Nothing changes until the plan is committed, except
+    that an eager step of a third-party optimizer changes the optimizer's own state.
     """
     result = Plan(gradients, leaves)
     arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
@@ -212,7 +212,7 @@ def _run(
     scheduled: list[dict[str, mx.array]],
     arrays: _Arrays,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
-    """Step and select on the device, leaving the optimizer itself unchanged."""
+    """Step on the device and select old or new values; then roll the optimizer back."""
     arrays = _Arrays(*arrays)
     with borrowed(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
@@ -233,8 +233,8 @@ def _run(
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
             check_shape(".".join(map(str, where)), old.shape, now[where].shape)
-            # SGD has moments even without momentum, but no kernel needs to read them.
-            # Only MLX's own optimizers are known never to modify arrays in place.
+            # An unused moment, as in SGD without momentum, needs no select. Third-party
+            # optimizers may modify arrays in place, so their moments are all selected.
             if now[where] is alias and is_builtin(optimizer):
                 selected.append(old)
                 continue
@@ -283,7 +283,7 @@ def _step(
     full = tree({path: _alias(x.master) for path, x in masters.items()})
     gradients = _unscaled(scaled, optimizer, arrays)
     if not is_builtin(optimizer):
-        # An SVD of NaN raises, and third-party optimizers may raise as well.
+        # Replace NaN, because a third-party optimizer may raise, for example in an SVD.
         gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
@@ -329,15 +329,15 @@ def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array
     if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
         yield from each_use(factor)
     # GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An
-    # update with one moment and a factor has 11, unless the factor is not stored as
-    # float32: Lion then takes 1.0 instead of 6.7 times as long as the bare optimizer.
-    # Each leaf needs its own array, or the cast would be computed once as a full array.
+    # update with one moment and a float32 factor has 11. With a float64 factor, Lion
+    # takes 1.0 instead of 6.7 times as long as the bare optimizer. Each leaf gets its
+    # own array; otherwise MLX would compute the cast once, as a full array.
     for exact in each_use(factor.astype(mx.float64)):
         yield mx.depends(exact, [])
 
 
 def _alias(x: mx.array) -> mx.array:
-    # The same array as a new Python object: ``parameter -= update`` modifies the object
+    # Return a new Python object, because ``parameter -= update`` modifies the object
     # passed to the optimizer, and a skipped step needs the old value.
     return x.astype(x.dtype)
 
@@ -363,18 +363,18 @@ def _select_parameter(
     gradient: mx.array,
     moments: list[mx.array],
 ) -> tuple[mx.array, Stored]:
-    """Select the new or the old parameter, and its master weight likewise.
+    """Select the new or the old value of a parameter and of its master weight.
 
     ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and adds a node
-    only after all of its consumers. Parameter, moments and master weight therefore get
-    a common root: they become operands of a select that is never taken, or only if the
-    step is skipped. This gives one kernel per parameter instead of five.
+    only after all of its consumers. The parameter, its moments and its master weight
+    therefore get a common root: a chain of selects that has all of them as operands,
+    even those that it never returns. This gives one kernel per parameter, not five.
     """
     moments = [x for x in moments if x.shape == parameter.shape]
     dtype, rounded = parameter.dtype, new.astype(parameter.dtype)
     if "remainders" in stored:
         # This graph is deeper than 11, so its innermost nodes get a second, shorter
-        # path, which is walked after the long one.
+        # path, which mx.compile visits after the long one.
         remainder = entries(new, rounded, stored)["remainders"]
         remainder = mx.where(applied, remainder, stored["remainders"])
         never = mx.array(False)
@@ -388,7 +388,7 @@ def _select_parameter(
         skipped = mx.where(never, inside.astype(dtype), parameter)
         return mx.where(applied, taken, skipped), {"remainders": remainder}
     if stored:
-        # Needed in a skipped step too: a replaced weight is its own master.
+        # Select in a skipped step too, because a replaced weight is its own master.
         new = mx.where(applied, new, old.master)
         rounded = new.astype(dtype)
     # Select in the parameter's own dtype: a round trip through float32 flushes bfloat16
@@ -402,5 +402,5 @@ def _select_parameter(
 
 def _never_of(values: list[mx.array], never: mx.array) -> mx.array:
     first, *rest = values
-    # The last value needs a node as well, or it would be reached too early.
+    # The negation adds a node; otherwise mx.compile would visit the value too early.
     return mx.where(never, first, _never_of(rest, never)) if rest else -first

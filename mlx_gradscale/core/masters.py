@@ -1,24 +1,24 @@
 """Master weights: float32 values of half-precision parameters.
 
-``"float32"`` stores the master weight as an array, along with the bits of the parameter
-as written by the last step. If the bits differ, the user has replaced the weight, and
-the new value becomes the master weight: "the weight is its own master". The other kind,
-``"remainder"``, stores the rounding error in 16 bits::
+There are two kinds. ``"float32"`` stores the master weight as an array, along with the
+bits that the last step wrote to the parameter. If the parameter's bits differ, the user
+has replaced the weight, and the new value becomes the master weight: "the weight is its
+own master". ``"remainder"`` stores only the rounding error, in 16 bits::
 
     master    = weight + remainder / STEPS * unit(weight)
     remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
 
 The unit is computed from the weight by arithmetic alone; extracting its exponent bits
-would take three kernels instead of one. The error of a joined master weight, relative
-to the one that was split (tests try every weight):
+would take three kernels instead of one. Splitting and joining a master weight has this
+error (tests try every weight):
 
 - float16: exact from 2**-16 up, at most 2**-40 below. Half an ulp of a weight x is at
-  most x / 2**11 and float32 resolves x / 2**24, which takes 15 bits including the sign.
-- bfloat16: at most one float32 ulp, usually exact. Half an ulp is 2**15 float32 ulps,
-  slightly more than the 32,766 steps on either side. Above 2**110, products overflow.
+  most x / 2**11 and float32 resolves x / 2**24, so 15 bits with the sign are enough.
+- bfloat16: at most one float32 ulp, usually zero, up to 2**110, where products
+  overflow. Half a bfloat16 ulp is 2**15 float32 ulps, but has only 32,766 steps.
 
-A joined master weight always rounds to its weight. If the stored remainder would break
-this, the weight has been replaced since, and is its own master.
+A joined master weight always rounds to its weight. If the stored remainder would not
+give such a value, the user has replaced the weight, and the weight is its own master.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,17 +27,17 @@ from typing import NamedTuple
 import mlx.core as mx
 
 HALF = (mx.float16, mx.bfloat16)
-# Different dtypes, so that float16 bits are never mistaken for bfloat16 bits.
+# The dtypes differ, so that float16 bits are never mistaken for bfloat16 bits.
 _BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
-# Steps per unit. The midpoint between two weights is at most half a unit away, and only
-# a quarter just below a power of two, where the ulp halves. A value short of the
-# midpoint must not round past it. In bfloat16 both distances are whole numbers of
-# steps; in float16 half the smallest ulp is 32767.49 steps.
+# Steps per unit. The midpoint between two weights is half an ulp away, but only a
+# quarter on the lower side of a power of two. A value short of the midpoint must not
+# round past it. In bfloat16, where the unit is one ulp, both distances are whole
+# numbers of steps. In float16, half an ulp is at most 32767.49 steps.
 _STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
 
 
 class Joined(NamedTuple):
-    """A float32 master weight and its intermediate values, last ones first."""
+    """A float32 master weight and its intermediate values, latest first."""
 
     master: mx.array
     parts: tuple[mx.array, ...] = ()
@@ -58,7 +58,7 @@ def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array, unaffected by ``weight += 1``."""
+    """Return the bits of a half-precision array, unaffected by a later ``+=``."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
@@ -84,7 +84,7 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
 
 
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """Return the unit of a remainder, and its intermediate values."""
+    """Return the unit of a remainder and its intermediate values."""
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), ()
     # One ulp, with the sign of the weight: adding 0.75 to 1.5 ulps rounds to the
@@ -126,7 +126,7 @@ class Masters:
             raise ValueError(f'masters must be "float32" or "remainder", got {kind!r}.')
         self.kind = kind
         self._names = ("masters", "written") if kind == "float32" else ("remainders",)
-        # These dicts are never replaced: compiled steps have captured them.
+        # Steps write to these dicts in place, because mx.compile has captured them.
         self.state: dict[str, dict[str, mx.array]] = {
             "masters": {},
             "written": {},
@@ -144,7 +144,7 @@ class Masters:
             self.state[name][path] = x
 
     def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return the state entries of a parameter, {} if it needs no master weight."""
+        """Return a parameter's state entries, or {} if it needs no master weight."""
         if weight.dtype not in HALF:
             return {}
         boxes = self.state.items()

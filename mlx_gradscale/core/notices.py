@@ -1,4 +1,4 @@
-"""Warnings: at the user's own line, and about runs that do not train."""
+"""Warn at the user's own line, and about runs that do not train."""
 
 import sys
 import warnings
@@ -25,8 +25,8 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 class SkipWatch:
     """Warn about 50 skipped steps in a row, or about a very small scale.
 
-    It reads only values that are at least 50 updates old, which have normally been
-    evaluated by then, so it does not wait for the device.
+    The watch reads only values that are at least 50 updates old. MLX has normally
+    evaluated them by then, so nothing waits for the device.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SkipWatch:
         self._latest: list[mx.array] = []
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Record the counter after an update, and check it every 50 updates."""
+        """Record the skip counter, and check earlier ones every 50 updates."""
         self._latest.append(state["consecutive_skips"])
         if len(self._latest) < SKIPS_TO_WARN:
             return
@@ -42,7 +42,7 @@ class SkipWatch:
         self._latest = []
         try:
             *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
-        except (RuntimeError, ValueError):  # left over from inside mx.compile
+        except (RuntimeError, ValueError):  # a tracer from mx.compile
             return
         if max(counts) >= SKIPS_TO_WARN:
             warn(
@@ -54,7 +54,7 @@ class SkipWatch:
         elif scale < LOW_SCALE:
             warn(
                 f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
-                "underflow to zero. Once the overflows have stopped, reset it with "
-                "scaler.update(65536.0). To keep it from falling this far, create the "
-                "scaler with GradScaler(min_scale=1.0)."
+                "underflow to zero. Once the overflows have stopped, reset the scale "
+                "with scaler.update(65536.0). To keep it from falling this far, create "
+                "the scaler with GradScaler(min_scale=1.0)."
             )

@@ -26,7 +26,7 @@ from .scale import FIELDS, clamp_and_check, read
 from .scaler import GradScaler, check_model
 from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot
 
-# The scaler loads its own part of a state, and settings for clipping are kept.
+# The scaler loads its own fields, and loading a state does not change max_grad_norm.
 _NOT_LOADED = ("scaler.", "max_grad_norm")
 _CONSTANTS = (bool, int, float, str, type(None))
 _SAME = "Load a state that was saved with the same model, optimizer and masters=."
@@ -57,7 +57,7 @@ class LossScaleOptimizer(Optimizer):
             Default: ``False``.
         sharded (Callable or bool, optional): Which gradients are shards: a function of
             path and gradient, or a bool for all of them. Other gradients must be equal
-            on all ranks, and count once in the norm. Default: none.
+            on all ranks, and count once in the norm. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -131,9 +131,9 @@ class LossScaleOptimizer(Optimizer):
     def init(self, parameters: Any) -> None:
         """Create master weights and the inner optimizer's state for ``parameters``.
 
-        Call it before compiling a step, and again after unfreezing or adding layers;
-        existing state is kept. In distributed training every rank must call it, and all
-        ranks raise if their parameters or settings differ.
+        Call this before compiling a step, and again after unfreezing or adding layers;
+        existing state is kept. In distributed training, all ranks must call it, and all
+        of them raise if their parameters or settings differ.
 
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
@@ -152,13 +152,13 @@ class LossScaleOptimizer(Optimizer):
                     self._masters.add(path, x)
             if loaded is not None:
                 self._write(loaded)
-                initialize(self.optimizer, parameters)  # see _set_inner()
+                initialize(self.optimizer, parameters)  # for lists: see _set_inner()
         except BaseException:
             restore(before)
             raise
         self._is_loaded, self._initialized = False, True
         self._has_state = not needs_init(self.optimizer)
-        # MLX cannot evaluate a lazy array in a different thread.
+        # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
 
@@ -222,7 +222,7 @@ class LossScaleOptimizer(Optimizer):
     def max_grad_norm(self) -> float | None:
         """The maximum gradient norm, or None without clipping.
 
-        Setting it also affects steps that are already compiled.
+        A new value takes effect in compiled steps too.
         """
         value: Any = self._state["max_grad_norm"].item()
         return float(value) if self._clips else None
@@ -239,13 +239,13 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The norm before clipping in the last step, lazy; None without clipping."""
+        """The last step's gradient norm before clipping, or None without clipping."""
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32, using master weights where they exist.
 
-        For a weight that was replaced after the last step, this is the new value.
+        If a weight was replaced after the last step, its new value is returned.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
@@ -266,13 +266,13 @@ class LossScaleOptimizer(Optimizer):
         """The tree of arrays to save and to pass to ``mx.compile``.
 
         Assigning a saved state replaces the arrays in the existing dicts. If you assign
-        it before :meth:`init`, that call checks it against the parameters. Assigning
-        the state of a plain optimizer sets the state of the inner optimizer. Assigning
-        ``{}`` frees the memory of moments and master weights. ``state["step"]``,
-        ``state["learning_rate"]`` and other keys are forwarded to the inner optimizer.
+        it before calling :meth:`init`, :meth:`init` checks it against the parameters.
+        Assigning the state of a plain optimizer sets the state of the inner optimizer.
+        Assigning ``{}`` frees the memory of moments and master weights. Other keys,
+        such as ``state["step"]``, are forwarded to the inner optimizer.
         """
-        # Refreshed on every access: a MultiOptimizer builds a new dict, and the user
-        # may have replaced the inner optimizer's state.
+        # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
+        # user may have replaced the inner optimizer's state.
         dict.__setitem__(self._state, "optimizer", self.optimizer.state)
         return self._state
 
@@ -288,7 +288,7 @@ class LossScaleOptimizer(Optimizer):
             self._set_inner(state)
 
     def _free(self) -> None:
-        # Use new dicts: the user may still hold the old ones and set them again.
+        # Create new dicts, because the user may keep the old ones and assign them.
         self._masters.state = {name: {} for name in self._masters.state}
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
@@ -304,17 +304,17 @@ class LossScaleOptimizer(Optimizer):
             self._initialized = False  # init() keeps this state
 
     def _set_inner(self, state: dict[str, Any]) -> None:
-        # Write to the existing dicts: compiled steps have captured them.
+        # Write to the existing dicts, because compiled steps have captured them.
         states = state.get("states", [state])
         parts = list(single_optimizers(self.optimizer))
         if len(states) != len(parts):
             raise ValueError(
-                f"The state is that of {len(states)} optimizers, but this one has "
-                f"{len(parts)}. {_SAME}"
+                f"The number of inner optimizers is {len(states)} in the state, but "
+                f"{len(parts)} in this optimizer. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
             part.state.update(own)
-        # A saved list ends at its last array; init() adds the frozen layers after it.
+        # A saved list ends at its last array. init() adds entries for frozen layers.
         self._initialized = False
 
     def _load(self, loaded: dict[str, Any]) -> None:
@@ -356,7 +356,7 @@ class LossScaleOptimizer(Optimizer):
             self._adopt(loaded)
 
     def _adopt(self, loaded: dict[str, Any]) -> None:
-        """Add arrays to the state without comparing them to what it contains."""
+        """Add values to the state without checking them against its contents."""
         self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
         for path, x in loaded.items():
             name, _, own_path = path.partition(".")
@@ -366,7 +366,7 @@ class LossScaleOptimizer(Optimizer):
     def _take_loaded(self) -> dict[str, Any]:
         """Remove and return a state that was loaded before the parameters were known.
 
-        It is read from :attr:`state`, where ``mx.compile`` may have put tracers.
+        The values come from :attr:`state`, where ``mx.compile`` may have put tracers.
         """
         found = tree_flatten(self.state)
         for box in self._masters.state.values():
@@ -381,11 +381,11 @@ class LossScaleOptimizer(Optimizer):
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled)
-        # Share the dicts of the parts instead of copying them.
+        # Share the dicts of the optimizer, the scaler and the master weights.
         self._make_state(pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for attributes that this object does not have.
+        # Python calls this only for attributes that this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -402,8 +402,8 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and skipped steps, but no loss scaling.
 
-    Intended for bfloat16, which has the range of float32. The loss function does not
-    change. Equivalent to
+    This is intended for bfloat16, which has the range of float32. The loss function
+    does not change. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
 
     Args:
@@ -426,7 +426,7 @@ class GuardedOptimizer(LossScaleOptimizer):
 
 
 class _State(dict[str, Any]):
-    """The state of a wrapper; other keys are forwarded to the inner optimizer."""
+    """The state of a wrapper, which forwards other keys to the inner optimizer."""
 
     owner: Optimizer
 
@@ -454,7 +454,7 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
         raise ValueError(f"The state has no {path!r}. {_SAME}")
     _check_array(path, there)
-    # The bits of a weight may have been written in the other half-precision dtype.
+    # The saved bits may belong to a weight of the other half-precision dtype.
     is_cast = here.dtype != there.dtype and not path.startswith("written.")
     if here.shape != there.shape or is_cast:
         raise ValueError(
@@ -465,8 +465,8 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
 
 def _check_array(path: str, x: Any) -> None:
     if not isinstance(x, mx.array):
-        raise TypeError(f"{path!r} must be an array, got {x!r}.")
-    # The gradient norm of a skipped step may be inf.
+        raise TypeError(f"{path!r} in the state must be an array, got {x!r}.")
+    # The gradient norm of a skipped step is non-finite.
     if path != "grad_norm" and not all_finite(x):
         raise ValueError(
             f"{path!r} in the state contains NaN or inf. Load an earlier state."

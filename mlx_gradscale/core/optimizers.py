@@ -1,7 +1,7 @@
-"""Internals of MLX's optimizers: private names, initialization, compilation.
+"""Initialize, compile and roll back MLX's optimizers.
 
-No other file uses private names of ``mlx.optimizers``. If MLX changes one,
-tests/core/test_structure.py reports which.
+Only this file of the core uses private attributes of ``mlx.optimizers``. If MLX renames
+one, tests/core/test_structure.py fails.
 """
 
 import weakref
@@ -25,14 +25,14 @@ _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 
 def check_supported(optimizer: Any) -> None:
-    """Raise if this is not an optimizer, or if its own step would not be called."""
+    """Raise if this is not an optimizer, or overrides a method that steps bypass."""
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {kind.__name__}.")
     if hasattr(kind, "scaler"):
         raise TypeError(
-            "A LossScaleOptimizer has its own scaler and cannot be wrapped or passed "
-            "to another one. Call its own update(model, grads)."
+            "A LossScaleOptimizer has its own scaler, so it cannot be wrapped or used "
+            "with a GradScaler. Call its own update(model, grads)."
         )
     bypassed: dict[str, Any] = {"update": Optimizer.update}
     if isinstance(optimizer, MultiOptimizer):
@@ -51,7 +51,7 @@ def check_supported(optimizer: Any) -> None:
 def is_builtin(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of MLX's own.
 
-    These read only their settings and their state, so they can be compiled.
+    MLX's own optimizers read only their settings and state, so they can be compiled.
     """
     for part in single_optimizers(optimizer):
         if not type(part).__module__.startswith("mlx.optimizers"):
@@ -98,15 +98,15 @@ def needs_init(optimizer: Optimizer) -> bool:
 def initialize(optimizer: Optimizer, parameters: Any) -> None:
     """Create float32 optimizer state for every parameter that has none.
 
-    MLX initializes state in the dtype of the gradients, and in float16 Adam's second
-    moment is zero for every gradient below 2.4e-4.
+    MLX initializes state in the dtype of the parameters. In float16, one Adam step with
+    a gradient below 5e-3 would leave the second moment at zero.
     """
     for part, tree in parts(optimizer, parameters):
         if "step" not in part.state:
             part.state["step"] = mx.array(0, mx.uint64)
         part.init(tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree))
         for name in part._schedulers:
-            # A schedule that returns Python numbers leaves one here.
+            # A schedule may return a Python number.
             part.state[name] = mx.array(part.state[name])
     for path, box, key in slots(optimizer.state):
         if isinstance(box, tuple):
@@ -122,7 +122,7 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
     """Return the schedule values of each single optimizer for this step.
 
     They are computed outside the compiled function, because a schedule is Python code
-    and may read anything.
+    and may depend on anything.
     """
     return [
         {k: mx.array(schedule(part.step)) for k, schedule in part._schedulers.items()}
@@ -149,10 +149,10 @@ def borrowed(
         restore(saved)
 
 
-# The compiled step of each optimizer, what it was compiled for, and whether that stayed
-# the same for two steps. Nothing here may keep an optimizer, or a model in its
-# closures, alive. Keyed by id, because an optimizer that defines equality is
-# unhashable.
+# The last fingerprint of each optimizer, its compiled step, whether the fingerprint was
+# the same for two steps, and a weak reference. Nothing here may keep an optimizer, or a
+# model in its closures, alive. The keys are ids, because an optimizer that defines
+# equality is unhashable.
 _compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {}
 
 
@@ -162,8 +162,8 @@ def autocompiled(
     """Return the function from ``make_run``, compiled for one of MLX's own optimizers.
 
     The function is compiled from the first step on: a compiled step may round
-    differently, and a resumed run must continue bit-identically. It stays uncompiled
-    if a setting is not a plain value, or while settings change at every step, since
+    differently, and a resumed run must be bit-identical. It is not compiled if a
+    setting is not a plain value, or while settings change at every step, because
     compiling takes longer than a step. It is compiled again if the optimizer's settings
     or ``structure`` change.
     """

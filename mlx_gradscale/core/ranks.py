@@ -1,7 +1,7 @@
-"""Distributed training: make ranks skip steps together, and average gradients.
+"""Make ranks skip steps together, average their gradients and compare their settings.
 
-MLX collectives have no tags and no timeout: if one rank skips a call, the others block
-until it makes another call or exits.
+MLX collectives have no tags and no timeout: if a rank omits a call, the other ranks
+block until that rank makes another call or exits.
 """
 
 import zlib
@@ -60,7 +60,7 @@ class Ranks:
         self.sharded = sharded
         #: Whether this rank trains alone.
         self.is_single = is_single(group)
-        # Averaged gradients are equal on all ranks, so every rank decides the same.
+        # Averaged gradients are equal on all ranks, so all ranks decide alike.
         self._decides_alone = self.is_single or (average and not sharded)
 
     def is_shard(self, path: str, x: mx.array) -> bool:
@@ -70,8 +70,8 @@ class Ranks:
     def averaged(self, gradients: Any) -> Any:
         """Return the gradients averaged over the group in float32, except shards.
 
-        Each bucket waits for the one before. Otherwise a rank that reads something the
-        others do not, such as the norm on rank 0, could send buckets in another order.
+        Each bucket waits for the previous one. Otherwise a rank that reads a value that
+        the others do not, such as the norm, could send its buckets in another order.
         """
         own = {
             path: to_float32(x)
@@ -97,8 +97,8 @@ class Ranks:
     def agree(self, finite: mx.array) -> mx.array:
         """Return, on every rank, whether ``finite`` is true on all ranks.
 
-        Uses a single four-byte all-reduce. Flags are counted, because the maximum of
-        NaN and a number can be either, depending on the order of the ranks.
+        A single four-byte all-reduce sums the flags. A maximum of the gradients could
+        lose a NaN, depending on the order of the ranks.
         """
         if self._decides_alone:
             return finite
@@ -130,7 +130,7 @@ class Ranks:
         # Shards differ between ranks, and their names may differ too.
         found = {p: x for p, x in flatten(parameters) if not self.is_shard(p, x)}
         shapes = sorted(f"{path} {x.dtype} {x.shape}" for path, x in found.items())
-        # Without averaging, ranks may start from different values.
+        # Without averaging, the ranks may have different values.
         paths = sorted(path for path in found if found[path].size and self.average)
         values = [_checksum(found[path]).item() for path in paths]
         parts = {

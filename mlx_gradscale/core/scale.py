@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# Half of float32's exponents, leaving the other half for the gradients. The reciprocal
-# of 2**127, PyTorch's limit, is subnormal, and Apple GPUs flush it to zero.
+# Scales use half of float32's exponents and leave the other half to the gradients. The
+# reciprocal of 2**127, PyTorch's limit, is subnormal, and Apple GPUs flush it to zero.
 SMALLEST_SCALE = 2.0**-64
 LARGEST_SCALE = 2.0**64
 
@@ -75,8 +75,8 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
                     scale = scale * growth_factor
 
     If ``hysteresis`` is above 1, ``backoff_tracker`` is reset only when
-    ``growth_tracker`` reaches ``growth_interval``: from overflow number ``hysteresis``
-    on, every overflow backs off until then. If ``dynamic`` is false, the scale is
+    ``growth_tracker`` reaches ``growth_interval``. Until then, every overflow after the
+    first ``hysteresis - 1`` lowers the scale. If ``dynamic`` is false, the scale is
     constant. ``consecutive_skips`` counts consecutive non-finite updates.
     """
     scale, tracker = state["scale"], state["backoff_tracker"]
@@ -113,7 +113,7 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 
 def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
-    """Return a new scale, clamped; an array that is no valid scale changes nothing."""
+    """Return a new scale, clamped, or the current scale for an invalid array."""
     is_array = isinstance(value, mx.array) and value.size == 1
     if not (is_array and value.dtype != mx.bool_) and not _is_scale(value):
         raise ValueError(
@@ -139,13 +139,13 @@ def read(state: dict[str, mx.array]) -> dict[str, Any]:
 
 
 def read_field(name: str, value: mx.array) -> Any:
-    """Read one field, with factors rounded to 1.1 instead of 1.100000023841858."""
+    """Read one field. A factor of 1.1 is read as 1.1, not as 1.100000023841858."""
     try:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            "The state of this scaler has no values. Do not read it inside mx.compile, "
-            "and list scaler.state in its inputs= and outputs=."
+            "The state of this scaler has no values. Read it outside mx.compile, and "
+            "pass scaler.state to mx.compile in both inputs= and outputs=."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
@@ -196,9 +196,9 @@ def _is_scale(value: Any) -> bool:
 
 
 def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
-    """Clamp the scales among loaded values, then check all.
+    """Clamp the scales among loaded values, then check all values.
 
-    PyTorch's scale may be as large as 2**127.
+    A scale from PyTorch may be as large as 2**127.
     """
     scales = {k: values[k] for k in _SCALES if _is_scale(values[k])}
     least, most = SMALLEST_SCALE, LARGEST_SCALE
@@ -208,7 +208,7 @@ def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
-    """Return PyTorch's five keys, and our own where they differ from the default."""
+    """Return PyTorch's five keys, and other fields that differ from their defaults."""
     own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
     return {key: values[name] for key, name in TORCH_KEYS.items()} | own
 
@@ -241,6 +241,6 @@ def from_state_dict(state_dict: Any, current: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_number(value: Any) -> Any:
-    # PyTorch keeps the scale as a 0-d tensor if it was loaded as one.
+    # A saved scale may be a 0-d tensor or array.
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return value.item() if is_scalar else value

@@ -32,7 +32,7 @@ _START_AFRESH = (
 class _Stage:
     """The progress of one optimizer since the last ``update()``."""
 
-    optimizer: Optimizer  # keeps its id unique
+    optimizer: Optimizer  # referenced to keep its id unique
     finite: mx.array
     stepped: bool = False
 
@@ -41,8 +41,8 @@ class GradScaler:
     """Scale the loss dynamically to keep float16 gradients in range.
 
     The scale, counters and settings are stored in :attr:`state`, a dict of 0-d arrays.
-    Pass it to ``mx.compile`` and the whole training step, including skipped updates,
-    becomes one compiled function that never waits for the device.
+    If you pass it to ``mx.compile``, the whole training step, including the decision to
+    skip, becomes one compiled function that never waits for the device.
 
     There are two modes, and the first call selects one. :meth:`value_and_grad` and
     :meth:`scale_loss` return unscaled float32 gradients, which your code can clip,
@@ -63,8 +63,8 @@ class GradScaler:
             backs off, as in Paddle. Cannot be combined with ``hysteresis``.
             Default: ``1``.
         hysteresis (int): The number of overflows, consecutive or not, before the scale
-            backs off, as in Megatron and DeepSpeed. The count restarts when the scale
-            grows. Default: ``1``.
+            backs off, as in Megatron and DeepSpeed. The count restarts after
+            ``growth_interval`` finite steps in a row. Default: ``1``.
         dynamic (bool): If false, the scale is constant; overflowing steps are still
             skipped. Default: ``True``.
         min_scale (float): The smallest scale. Default: ``2**-64``.
@@ -136,7 +136,7 @@ class GradScaler:
             self._state[name] = rule.as_array(name, value)
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
-        # Whether to warn about gradients that were never scaled.
+        # Whether to warn about gradients that were not scaled.
         self._scales = values["scale"] != 1 or values["dynamic"]
 
     @property
@@ -160,10 +160,10 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Like ``nn.value_and_grad``, but scale the loss for the backward pass.
 
-        The returned function returns the output of ``loss_fn``, which is not scaled,
-        and the gradients, unscaled and in float32. Gradients are lazy: those passed
-        unchanged to :meth:`step` need no float32 copy. Non-finite gradients come out as
-        NaN, which propagates through later computation.
+        The returned function returns the unscaled output of ``loss_fn`` and unscaled
+        float32 gradients. Gradients are lazy: if you pass them unmodified to
+        :meth:`step`, a GPU needs no float32 copy. A gradient that overflows becomes
+        NaN, which survives clipping, accumulation and averaging.
 
         Args:
             model (nn.Module): The model to differentiate.
@@ -172,9 +172,9 @@ class GradScaler:
             compute_dtype (Dtype, optional): Cast floating-point trainable parameters
                 and arguments to this dtype for the forward pass. The model keeps its
                 own parameters. Default: ``None``.
-            keep (Callable, optional): Called with the path and value of a parameter;
-                returns True to leave it in its own dtype. MLX then promotes everything
-                computed from it. To cast the output of a layer back, use
+            keep (Callable, optional): A function of path and parameter that returns
+                True to leave the parameter in its own dtype. MLX then promotes
+                everything computed from it. To cast the output of a layer back, use
                 ``float32_layers`` instead. Default: ``None``.
             cast_inputs (bool): Whether to cast floating-point arguments of ``loss_fn``
                 too. A target of 1e5 is inf in float16. Default: ``True``.
@@ -204,8 +204,8 @@ class GradScaler:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
         The value of the loss does not change, and gradients come out unscaled, in
-        float32. This applies to gradients with respect to the model's parameters or, if
-        there is no model, to the arrays in the first argument.
+        float32. This covers gradients with respect to the model's parameters or,
+        without a model, the arrays in the first argument.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
@@ -302,7 +302,7 @@ class GradScaler:
         """Update model and optimizer if all gradients are finite, else skip the step.
 
         Args:
-            optimizer (Optimizer): Any optimizer from ``mlx.optimizers``.
+            optimizer (Optimizer): Any optimizer from ``mlx.optimizers``, or a subclass.
             model (nn.Module): The model to update.
             grads (Any): The gradients. In PyTorch's mode they are unscaled here,
                 unless :meth:`unscale_` has already done so.
@@ -353,7 +353,7 @@ class GradScaler:
                 "so small updates are lost. Use LossScaleOptimizer, or keep the "
                 "parameters in float32 and pass compute_dtype= to value_and_grad()."
             )
-        # A gradient that was non-finite when unscaled may since have been clipped.
+        # A gradient that was non-finite in unscale_() may have been clipped since.
         were_finite = stage.finite if stage else None
         inspected = inspect(leaves, self._ranks, were_finite=were_finite)
         if needs_init(optimizer):
@@ -383,7 +383,7 @@ class GradScaler:
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
                 "These gradients do not come from this scaler, so small float16 "
-                "gradients may be lost. Get them from value_and_grad() or "
+                "gradients may have underflowed. Get them from value_and_grad() or "
                 "scale_loss(), or use GuardedOptimizer to skip bad steps without loss "
                 "scaling."
             )
@@ -432,7 +432,7 @@ class GradScaler:
         return applied
 
     def _writes(self, applied: mx.array | None, finite: mx.array | None) -> Writes:
-        """Return the writes to the state of a step, an update, or both."""
+        """Return the writes to the state for a step, an update, or both."""
         changed = _advance(self._state, applied, finite)
         return [(self._state, name, value) for name, value in changed.items()]
 
@@ -445,11 +445,11 @@ class GradScaler:
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        """Read the growth factor from the device."""
+        """Read the growth factor."""
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, even for already compiled steps."""
+        """Set the growth factor, also for compiled steps."""
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -457,7 +457,7 @@ class GradScaler:
         return float(self._get("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, even for already compiled steps."""
+        """Set the backoff factor, also for compiled steps."""
         self._set("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
@@ -465,7 +465,7 @@ class GradScaler:
         return int(self._get("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, even for already compiled steps."""
+        """Set the growth interval, also for compiled steps."""
         self._set("growth_interval", new_interval)
 
     def _get(self, name: str) -> Any:
@@ -487,14 +487,14 @@ class GradScaler:
 
     @property
     def last_step_applied(self) -> mx.array:
-        """Whether the latest step was applied, as a lazy 0-d array."""
+        """Whether the last step was applied, as a lazy 0-d array."""
         return self._state["last_step_applied"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, in PyTorch's format.
 
-        It contains PyTorch's five keys, and this package's own keys only if they differ
-        from their defaults. If the scaler is disabled, it is empty.
+        The dict contains PyTorch's five keys, and this package's own keys only if they
+        differ from their defaults. The dict of a disabled scaler is empty.
         """
         return rule.to_state_dict(rule.read(self._state)) if self._enabled else {}
 

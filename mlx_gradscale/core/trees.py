@@ -75,7 +75,7 @@ def _match(
     for key, gradient in pairs:
         is_container = isinstance(gradient, CONTAINERS)
         if is_container and not gradient:
-            # Frozen, or not a parameter: an mlx-lm Llama has strings here.
+            # A frozen module, or other values, such as the strings in an mlx-lm Llama.
             continue
         path = f"{prefix}{key}"
         try:
@@ -110,7 +110,7 @@ def _match(
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Write each (container, key, value) in a single C call."""
+    """Write all (container, key, value) triples in a single C call."""
     deque(starmap(setitem, list(writes)), maxlen=0)
 
 

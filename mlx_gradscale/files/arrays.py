@@ -49,7 +49,7 @@ def read_arrays(
     """Read the arrays in a safetensors file, without its metadata.
 
     Raises:
-        ValueError: It is not a valid safetensors file.
+        ValueError: If the file is not a valid safetensors file.
     """
     with open(path, "rb", opener=opener) as file:
         arrays = {}
@@ -65,7 +65,7 @@ def read_shapes(path: str | os.PathLike[str]) -> dict[str, Shape]:
     """Return the dtype and shape of each array in a safetensors file.
 
     Raises:
-        ValueError: It is not a valid safetensors file.
+        ValueError: If the file is not a valid safetensors file.
     """
     with open(path, "rb", opener=open_file) as file:
         return _read_header(file)
@@ -120,7 +120,7 @@ def _read_header(file: BinaryIO) -> dict[str, Shape]:
         for name, entry in sorted(header.items(), key=lambda x: x[1]["data_offsets"]):
             dtype: Any = DTYPES.get(entry["dtype"])
             shape = tuple(entry["shape"])
-            # Python's integers do not overflow. MLX stores dimensions in 32 bits.
+            # MLX stores dimensions in 32 bits; Python's integers do not overflow.
             is_shape = len(shape) <= 32 and all(
                 type(n) is int and 0 <= n < 2**31 for n in shape
             )
@@ -131,7 +131,7 @@ def _read_header(file: BinaryIO) -> dict[str, Shape]:
                 raise ValueError(f"{text}: {shorten(entry)}.")
             found[name] = dtype, shape
         if length + end != size:
-            raise ValueError("its tensors do not end at the end of the file.")
+            raise ValueError("its tensors do not end where the file ends.")
         return found
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

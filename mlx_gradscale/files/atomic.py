@@ -1,9 +1,9 @@
 """Write files and folders atomically, and clean up after killed writers.
 
-A writer creates a hidden folder next to its target, and finally renames it, or the file
-in it, to the target. Meanwhile, it holds a shared lock on the parent folder, which the
-system releases if the process is killed. A writer that gets an exclusive lock is the
-only one, so any hidden folders were left by killed writers.
+A writer creates a hidden folder next to its target, and finally renames the folder, or
+the file in it, to the target. Meanwhile, it holds a shared lock on the parent folder,
+which the system releases if the process is killed. A writer that gets an exclusive lock
+is the only one, so any hidden folders were left by killed writers.
 """
 
 import fcntl
@@ -41,8 +41,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Open a temporary folder that replaces ``path`` at the end of the block.
 
-    A folder cannot replace another in one rename, so the old one is called
-    ``NAME.old-...`` for a moment. Both are complete at any time.
+    A folder cannot replace another in one rename, so the old one is first renamed to
+    ``NAME.old-...`` and removed at the end. Both are complete while they exist.
     """
     target = Path(os.path.realpath(path))
     is_used = target.exists() and any(target.iterdir())

@@ -24,8 +24,8 @@ def open_inside(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file; refuse symbolic links, which could point anywhere."""
     if os.path.islink(path):
         raise OSError(
-            f"{os.fspath(path)} is a symbolic link, and links are not followed here. "
-            "Copy the file itself."
+            f"{os.fspath(path)} is a symbolic link, which could point anywhere. "
+            "Replace the link with a copy of the file."
         )
     return open_file(path, flags | os.O_NOFOLLOW)
 
@@ -39,7 +39,7 @@ def _check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Raise if a path exists and must not be replaced by a file."""
+    """Raise if a path exists and a file must not replace it."""
     if not os.path.exists(path):
         return
     _check_regular(path)
@@ -53,7 +53,7 @@ def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
 def check_name(name: object, what: str) -> str:
     """Return a name from an untrusted file; raise unless it is a plain file name.
 
-    The error says that the file ``what`` refers to the name.
+    ``what`` identifies the untrusted file in the error.
     """
     text = name if isinstance(name, str) else ""
     if text in ("", ".", "..") or not text.isprintable() or {*text} & {*"/\\"}:
@@ -62,7 +62,7 @@ def check_name(name: object, what: str) -> str:
 
 
 def contains(outer: Path, inner: Path) -> bool:
-    """Return whether a path contains another, or both are the same."""
+    """Return whether ``outer`` contains ``inner`` or is the same path."""
     outer, inner = outer.resolve(), inner.resolve()
     candidates = (inner, *inner.parents)
     if not outer.exists():

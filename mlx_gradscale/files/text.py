@@ -1,4 +1,4 @@
-"""Human-readable text: tables, numbers, dtype names."""
+"""Format tables, numbers and dtype names as text."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ def shorten(value: object, width: int = 80) -> str:
 
 
 def list_some(names: Iterable[str], count: int = 4) -> str:
-    """Return the first few names, and the number of remaining ones."""
+    """Return the first few names as text, and the number of remaining ones."""
     names = [*names]
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(map(shorten, names[:count])) + more

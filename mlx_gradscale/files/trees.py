@@ -15,8 +15,8 @@ def encode(tree: Any, arrays: dict[str, mx.array], path: tuple[str, ...] = ()) -
     """Convert a tree to JSON values, and add its arrays to ``arrays`` by path.
 
     Raises:
-        TypeError: A value has a type that would not be decoded to an equal value.
-        ValueError: The tree is nested too deeply.
+        TypeError: If a value has a type that JSON and ``decode`` would not preserve.
+        ValueError: If the tree is nested too deeply.
 
     Example:
         >>> encode({"step": 3, "order": (2, 1)}, {})

@@ -280,6 +280,6 @@ def test_state_of_another_number_of_optimizers_is_refused():
     saved, optimizer = multi(3), multi(2)
     saved.init(weights)
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match="3 optimizers, but this one has 2"):
+    with pytest.raises(ValueError, match="is 3 in the state, but 2 in this"):
         optimizer.state = dict(tree_flatten(saved.state))
     assert bits(optimizer.state) == before
