@@ -219,6 +219,11 @@ class LossScaleOptimizer(Optimizer):
         return self._scaler
 
     @property
+    def group(self) -> mx.distributed.Group | None:
+        """The ranks that train together, or None."""
+        return self._ranks.group
+
+    @property
     def max_grad_norm(self) -> float | None:
         """The maximum gradient norm, or None without clipping.
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..core.scale import SMALLEST_SCALE
 from ..files.text import align, dtype_name, power
 from ..float32_layers.faults import find_fault
-from ..float32_layers.report import LARGEST, WHOLE_MODEL, Float32Search
+from ..float32_layers.report import WHOLE_MODEL, Float32Search
 from ..float32_layers.search import search
 from ..float32_layers.trial import Trial
 from ..nonfinite import NonFinite
@@ -179,7 +179,7 @@ def explain_overflow(
         )
         # A model that skips steps may have unusual weights, so use a large tolerance.
         trial = replace(trial, loss_fn=original)
-        cure = search([trial], LARGEST, tolerance=0.1).where or None
+        cure = search([trial], tolerance=0.1).where or None
     return OverflowReport(
         cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure
     )

@@ -87,11 +87,11 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         raise ValueError(f"{options.data} has no train.jsonl with samples.")
     batches = iterate_batches(CacheDataset(data), 1, options.max_seq_length, seed=0)
     first = list(islice(batches, options.batches))
-    # Cast before adding the adapters, so that they stay float32, as in mlx-lm.
-    model.set_dtype(mx.float16)
     if options.fine_tune_type == "lora":
         model.freeze()
         config = {"rank": 8, "scale": 20.0, "dropout": 0.0}
         linear_to_lora_layers(model, len(model.layers), config)
+    # After adding the adapters, as in mlx_gradscale lora --dtype float16.
+    model.set_dtype(mx.float16)
     model.train()
     return model, default_loss, [(model, *batch) for batch in first]

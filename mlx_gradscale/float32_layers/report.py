@@ -9,7 +9,6 @@ from ..files.atomic import atomic_write
 from ..files.text import align, percent
 from .where import FORMAT, TO
 
-LARGEST = 65504.0
 _MAX_ROWS = 40
 
 WHOLE_MODEL = (
@@ -29,20 +28,28 @@ class Row:
         layer (str): The path of the layer; "" is the whole model.
         largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether this is a float32 layer, or inside one.
-        overflows_inside (bool): Whether the search selected this layer although its
-            inputs and outputs do not exceed 65504, usually because an intermediate
-            result does.
+        maximum (float): The largest finite number: 65504 in float16.
+        is_selected (bool): Whether the search selected this layer by its path.
     """
 
     layer: str
     largest: float
     is_float32: bool
-    overflows_inside: bool = False
+    maximum: float = 65504.0
+    is_selected: bool = False
 
     @property
     def headroom(self) -> float:
-        """How many times the largest value can double before it overflows float16."""
-        return math.log2(LARGEST / self.largest) if self.largest else math.inf
+        """How many times the largest value can double before it overflows."""
+        return math.log2(self.maximum / self.largest) if self.largest else math.inf
+
+    @property
+    def overflows_inside(self) -> bool:
+        """Whether the layer was selected although its inputs and outputs fit.
+
+        The reason is usually an intermediate result that overflows.
+        """
+        return self.is_selected and self.largest <= self.maximum
 
 
 @dataclass(frozen=True)

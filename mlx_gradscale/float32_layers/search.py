@@ -14,7 +14,7 @@ from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
 from .calls import is_inside, owner_of
 from .faults import find_fault
-from .report import LARGEST, Float32Search, Row
+from .report import Float32Search, Row
 from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
@@ -105,8 +105,7 @@ def find_float32_layers(
     trials = [_with_batch(trial, batch) for batch in batches]
     if not trials:
         raise ValueError("batches is empty. Pass at least one batch.")
-    limit = LARGEST if mx.float16 in dtypes else mx.finfo(mx.bfloat16).max
-    return search(trials, limit / margin, tolerance)
+    return search(trials, tolerance, margin)
 
 
 def _with_batch(trial: Trial, batch: Any) -> Trial:
@@ -117,9 +116,11 @@ def _with_batch(trial: Trial, batch: Any) -> Trial:
     return replace(trial, args=(batch,) if is_one else tuple(batch))
 
 
-def search(trials: Sequence[Trial], limit: float, tolerance: float) -> Float32Search:
-    """Search for float32 layers; magnitudes of ``limit`` or more are too large."""
-    state, problem = _Search(trials[0].model, limit), ""
+def search(
+    trials: Sequence[Trial], tolerance: float, margin: float = 1.0
+) -> Float32Search:
+    """Search for float32 layers; see :func:`find_float32_layers`."""
+    state, problem = _Search(trials[0], margin), ""
     try:
         for i, trial in enumerate(trials, start=1):
             state.references.append(_run_in_float32(trial, f"Batch {i}"))
@@ -165,12 +166,12 @@ def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
 class _Search:
     """The layers found so far, and the runs of every batch."""
 
-    def __init__(self, model: nn.Module, limit: float):
+    def __init__(self, trial: Trial, margin: float):
         self.reasons: dict[str, str] = {}
         self.references: list[Run] = []
         self.halves: list[Run] = []
-        self._model = model
-        self._limit = limit
+        self._model = trial.model
+        self._maximum, self._margin = trial.maximum, margin
         # Magnitudes of the model's inputs, which are known to fit.
         self._given: set[float] = set()
 
@@ -182,8 +183,8 @@ class _Search:
         for x in (x for run in self.references for x in run.forward):
             largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
         rows = [
-            Row(p, size, is_inside(p, *inside), p in where and size <= LARGEST)
-            for p, size in largest.items()
+            Row(path, size, is_inside(path, *inside), self._maximum, path in where)
+            for path, size in largest.items()
         ]
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
@@ -205,8 +206,8 @@ class _Search:
             return
         entry = self._chain_for(call, call.children.index(large[0]))
         largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
-        above = "above 65504" if largest > LARGEST else "close to 65504"
-        self.reasons[entry] = f"Values reach {largest:.3g}, {above}."
+        above = "above" if largest > self._maximum else "close to"
+        self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
 
     def _chain_for(self, call: Call, first: int) -> str:
         """Return the shortest chain that covers the large values between children."""
@@ -233,7 +234,7 @@ class _Search:
 
     def _is_large(self, values: list[Value]) -> bool:
         sizes = {value.magnitude for value in values} - self._given
-        return any(size >= self._limit for size in sizes)
+        return any(size >= self._maximum / self._margin for size in sizes)
 
     # Faults inside layers, where half precision deviates from float32.
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 from ..core.finite import is_floating
 from ..core.gradients import is_opaque, loss_of
 from ..core.scaler import GradScaler
-from ..core.trees import flatten
+from ..core.trees import flatten, leaves
 from ..files.text import dtype_name
 from ..nonfinite import NonFinite
 from .calls import Handler, handled, ordered_modules, owner_of, preserved
@@ -251,6 +251,14 @@ class Trial:
     keep: Callable[[str, mx.array], bool] | None = None
     reference: Run | None = None
     tolerance: float = 0.0
+
+    @property
+    def maximum(self) -> float:
+        """The largest finite number of the model's half-precision dtype."""
+        own = {x.dtype for x in leaves(self.model.parameters())}
+        dtypes = own if self.compute_dtype is None else {self.compute_dtype}
+        is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
+        return float(mx.finfo(mx.bfloat16 if is_wide else mx.float16).max)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -146,6 +146,7 @@ def test_values_above_65504_fit_into_bfloat16():
     model, loss_fn = make(gain=6e4, dtype=mx.bfloat16)
     found = find_float32_layers(model, loss_fn, [X.astype(mx.bfloat16)], tolerance=0.1)
     assert (found.where, found.problem) == ([], "")
+    assert all(row.headroom > 0 for row in found.rows)
 
 
 def test_search_covers_every_batch_and_batch_shapes_may_differ():
