@@ -32,11 +32,8 @@ def test_a_disabled_wrapper_guards_nothing(max_grad_norm, masters, dtype, value)
 
 @pytest.mark.parametrize("call", ["step", "minimize", "apply_gradients"])
 def test_a_disabled_scaler_guards_nothing(call):
-    model, optimizer, scaler = (
-        nn.Linear(1, 1),
-        optim.SGD(1.0),
-        GradScaler(enabled=False),
-    )
+    model, scaler = nn.Linear(1, 1), GradScaler(enabled=False)
+    optimizer = optim.SGD(1.0)
     grads = {"weight": mx.array([[NAN]])}
     if call == "apply_gradients":
         new = scaler.apply_gradients(optimizer, grads, model.parameters())
