@@ -27,15 +27,7 @@ from support.distributed_parts import (
     overflows,
     rank_batch,
 )
-from support.helpers import (
-    INF,
-    Mlp,
-    Traced,
-    batch,
-    gradients_like,
-    mse,
-    parameters,
-)
+from support.helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
