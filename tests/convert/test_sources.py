@@ -14,10 +14,10 @@ from golden.sources.data import BEFORE, tokens
 from support.regression import (
     MODEL,
     assert_near,
-    batch,
     convert,
     mlx_steps,
     torch_net,
+    torch_steps,
 )
 
 from mlx_gradscale.checkpoint import read_checkpoint
@@ -95,13 +95,11 @@ def torch_losses(name, checkpoint, numbers):
     groups = [{"params": group} for group in source.groups(parameters)]
     optimizer = source.kind(groups, lr=1.0)
     optimizer.load_state_dict(get(checkpoint, source.optimizer))
+    if name != "nanogpt":
+        return torch_steps(net, optimizer, numbers)
     losses = []
     for number in numbers:
-        if name == "nanogpt":
-            loss = gpt.torch_loss(parameters, *map(torch.tensor, tokens(number)))
-        else:
-            x, y = map(torch.tensor, batch(number))
-            loss = (net(x) - y).pow(2).mean()
+        loss = gpt.torch_loss(parameters, *map(torch.tensor, tokens(number)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
