@@ -12,7 +12,6 @@ from support.helpers import bits
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.ema import EMA
 from mlx_gradscale.files.trees import decode, encode
 
 
@@ -94,17 +93,3 @@ def test_extra_value_that_cannot_be_restored_is_refused_before_writing(kind, tmp
         save_checkpoint(tmp_path / "new", *small(), it=value)
     assert restore_checkpoint(tmp_path / "run", *small()) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_moving_average_resumes_from_extra(tmp_path):
-    model, optimizer = small()
-    ema = EMA(model, optimizer, decay=0.9)
-    model.weight = model.weight + 1
-    ema.update(model)
-    save_checkpoint(tmp_path, model, optimizer, ema=ema.state)
-    expected = bits(ema.state)
-    state = ema.state
-    ema.update(model)
-    ema.state = restore_checkpoint(tmp_path, model, optimizer)["ema"]
-    assert ema.state is state
-    assert bits(ema.state) == expected

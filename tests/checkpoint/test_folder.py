@@ -95,8 +95,6 @@ def test_checkpoint_weights_can_be_loaded_by_mlx(tmp_path):
     model, optimizer = small(3.0)
     model.set_dtype(mx.bfloat16)
     save_checkpoint(tmp_path, model, optimizer)
-    weights = mx.load(str(latest_checkpoint(tmp_path) / "model.safetensors"))
-    assert bits(weights) == bits(model.parameters())
     other = nn.Linear(2, 2)
     other.load_weights(str(latest_checkpoint(tmp_path) / "model.safetensors"))
     assert bits(other.parameters()) == bits(model.parameters())

@@ -8,15 +8,7 @@ from collections import OrderedDict
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from support.convert_runs import (
-    Small,
-    fails,
-    forward,
-    identical,
-    paths,
-    small,
-    usual,
-)
+from support.convert_runs import Small, fails, forward, identical, paths, small, usual
 
 from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
@@ -80,17 +72,11 @@ def test_convert_errors_take_one_line_and_leave_no_files(flags, word, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("flag", "word"),
-    [
-        (["--rename", "nothing"], "'nothing' must contain '='"),
-        (["--layout", "nothing"], "'nothing' must contain '='"),
-    ],
-)
-def test_wrong_flag_is_a_usage_error(flag, word, tmp_path, capsys):
+@pytest.mark.parametrize("flag", ["--rename", "--layout"])
+def test_wrong_flag_is_a_usage_error(flag, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([*paths(tmp_path, usual()), *flag])
-    assert word in capsys.readouterr().err
+        main([*paths(tmp_path, usual()), flag, "nothing"])
+    assert "'nothing' must contain '='" in capsys.readouterr().err
 
 
 def test_rename_is_split_at_the_last_equals_sign(tmp_path):
@@ -150,18 +136,14 @@ def test_flags_that_the_template_overrides_are_an_error(flags, tmp_path, capsys)
     assert main(paths(tmp_path, usual())) == 0
     (tmp_path / "a.pt").unlink()
     assert "already determines" in fails(capsys, *paths(tmp_path), *flags)
-    assert (
-        main([*paths(tmp_path), "--accept", "amsgrad", "--limit", "operations=1e8"])
-        == 0
-    )
+    flags = ["--accept", "amsgrad", "--limit", "operations=1e8"]
+    assert main([*paths(tmp_path), *flags]) == 0
 
 
 def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
     pt.save(tmp_path / "a.pt", {"model": small()[0], "epoch": 3})
     forward(tmp_path / "a.pt", tmp_path / "run")
-    assert (
-        "no optimizer. The weights are in save-*/model.saf" in capsys.readouterr().out
-    )
+    assert "The weights are in save-*/model.saf" in capsys.readouterr().out
     with pytest.raises(ValueError, match="or load only the weights"):
         restore_checkpoint(tmp_path / "run", Small(), optim.SGD(0.1))
     forward(tmp_path / "b.pt", tmp_path / "run")

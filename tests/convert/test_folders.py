@@ -8,14 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.convert_runs import (
-    Small,
-    forward,
-    identical,
-    small,
-    small_adam,
-    take_step,
-)
+from support.convert_runs import Small, forward, identical, small, small_adam, take_step
 
 from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
@@ -116,18 +109,12 @@ def test_convert_command_round_trips_a_folder(tmp_path, capsys):
     (tmp_path / "names").write_text("\n".join(NAMES))
     forward(source, tmp_path / "run", "--names", str(tmp_path / "names"))
     forward(tmp_path / "out", tmp_path / "run")
-    for name in os.listdir(source):
-        if name.endswith((".pt", ".bin")):
-            identical_or_text(pt.load(source / name), pt.load(tmp_path / "out" / name))
+    for name in ("optimizer.pt", "scheduler.pt"):
+        identical(pt.load(source / name), pt.load(tmp_path / "out" / name))
+    args = [pt.load(tmp_path / d / "training_args.bin") for d in ("in", "out")]
+    assert str(args[0]) == str(args[1])
     a, b = (mx.load(str(tmp_path / d / "model.safetensors")) for d in ("in", "out"))
     identical(a, {name: b[name] for name in a})
-
-
-def identical_or_text(a, b):
-    if isinstance(a, Placeholder):
-        assert str(a) == str(b)
-    else:
-        identical(a, b)
 
 
 def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
@@ -290,12 +277,13 @@ def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, cap
         ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b"x"}, "zero_to_fp32"),
         ({"epoch_1.pt": b"x", "epoch_2.pt": b"x"}, "the path of a single file"),
         ({"notes.txt": b"x"}, "contains no file with a name"),
+        ({".metadata": b"x"}, "format_utils dcp_to_torch"),
     ],
 )
 def test_unsupported_folder_error_names_its_kind(files, word, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(ConvertError, match=word):
+    with pytest.raises((ConvertError, pt.CheckpointError), match=word):
         load_torch(tmp_path, Small())
 
 
@@ -359,12 +347,6 @@ def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
     (source / name).unlink()
     (source / name).symlink_to("real")
     load_torch(source, Small(), Options(names=NAMES))
-
-
-def test_distributed_checkpoint_error_names_the_pytorch_command(tmp_path):
-    (tmp_path / ".metadata").write_bytes(b"x")
-    with pytest.raises(ValueError, match="dcp_to_torch"):
-        load_torch(tmp_path, Small())
 
 
 @pytest.mark.parametrize(

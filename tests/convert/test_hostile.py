@@ -8,16 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.convert_runs import (
-    SMALL,
-    Holder,
-    Small,
-    fails,
-    paths,
-    sgd,
-    small,
-    usual,
-)
+from support.convert_runs import SMALL, Holder, Small, fails, paths, sgd, small, usual
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import (

@@ -160,7 +160,4 @@ def test_link_in_a_folder_is_listed_and_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a.json").symlink_to("../secret.json")
     (entry,) = describe(tmp_path / "run")["entries"]
-    assert entry == {
-        "name": "a.json",
-        "value": "symbolic link, not followed",
-    }
+    assert entry == {"name": "a.json", "value": "symbolic link, not followed"}

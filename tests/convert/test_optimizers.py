@@ -15,10 +15,7 @@ from support.torch_optimizers import (
 )
 
 from mlx_gradscale.convert import ConvertError, build_optimizer, load_torch, save_torch
-from mlx_gradscale.convert.optimizer_table import (
-    OPTIMIZERS,
-    recognize,
-)
+from mlx_gradscale.convert.optimizer_table import OPTIMIZERS, recognize
 
 torch = pytest.importorskip("torch")
 

@@ -5,13 +5,7 @@ from collections import OrderedDict
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from support.convert_runs import (
-    Small,
-    forward,
-    identical,
-    shapes_of_checkpoints,
-    small,
-)
+from support.convert_runs import Small, forward, identical, shapes_of_checkpoints, small
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, save_torch

@@ -3,18 +3,24 @@
 import json
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from golden.sources import gpt
 from golden.sources.data import BEFORE, tokens
-from support.regression import MODEL, Net, assert_near, batch, convert, torch_net
+from support.regression import (
+    MODEL,
+    assert_near,
+    convert,
+    mlx_steps,
+    torch_net,
+    torch_steps,
+)
 
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import Options, load_torch, save_torch
 from mlx_gradscale.convert.tree import get
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -73,27 +79,6 @@ SOURCES = {
 }
 
 
-def mlx_losses(name, path, back, numbers):
-    """Steps in MLX from a file, which is written again."""
-    is_gpt = name == "nanogpt"
-    net = gpt.GPT() if is_gpt else Net()
-
-    def loss_fn(x, y):
-        if is_gpt:
-            return nn.losses.cross_entropy(net(x), y, reduction="mean")
-        return ((net(x) - y) ** 2).mean()
-
-    run, losses = load_torch(path, net, Options(rename=SOURCES[name].rename)), []
-    for number in numbers:
-        data = tokens(number) if is_gpt else batch(number)
-        loss, grads = nn.value_and_grad(net, loss_fn)(*map(mx.array, data))
-        run.optimizer.update(net, grads)
-        losses.append(loss.item())
-    with pytest.warns(UserWarning, match="these entries are from step"):
-        save_torch(back, net, run.optimizer, run.scaler, like=run.template)
-    return losses
-
-
 def torch_losses(name, checkpoint, numbers):
     """Steps in PyTorch with what came back."""
     source = SOURCES[name]
@@ -110,13 +95,11 @@ def torch_losses(name, checkpoint, numbers):
     groups = [{"params": group} for group in source.groups(parameters)]
     optimizer = source.kind(groups, lr=1.0)
     optimizer.load_state_dict(get(checkpoint, source.optimizer))
+    if name != "nanogpt":
+        return torch_steps(net, optimizer, numbers)
     losses = []
     for number in numbers:
-        if name == "nanogpt":
-            loss = gpt.torch_loss(parameters, *map(torch.tensor, tokens(number)))
-        else:
-            x, y = map(torch.tensor, batch(number))
-            loss = (net(x) - y).pow(2).mean()
+        loss = gpt.torch_loss(parameters, *map(torch.tensor, tokens(number)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -148,8 +131,12 @@ def test_checkpoint_of_another_program_resumes_in_mlx_and_converts_back(name, tm
 
 def check_source(name, path, want, tmp_path):
     """Continue in MLX from a file, and back, with the losses that PyTorch has."""
-    back = tmp_path / SOURCES[name].file
-    onward = mlx_losses(name, path, back, range(BEFORE, BEFORE + 5))
+    back, more = tmp_path / SOURCES[name].file, {}
+    if name == "nanogpt":
+        loss_of = partial(nn.losses.cross_entropy, reduction="mean")
+        more = {"net": gpt.GPT(), "data": tokens, "loss_of": loss_of}
+    options = {"rename": SOURCES[name].rename}
+    onward = mlx_steps(path, back, range(BEFORE, BEFORE + 5), options=options, **more)
     assert_near(onward, want[:5])
     found = torch.load(back, weights_only=False)
     assert_near(torch_losses(name, found, range(BEFORE + 5, BEFORE + 10)), want[5:])

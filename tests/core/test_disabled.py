@@ -32,11 +32,8 @@ def test_disabled_wrapper_does_not_skip_steps(max_grad_norm, masters, dtype, val
 
 @pytest.mark.parametrize("call", ["step", "minimize", "apply_gradients"])
 def test_disabled_scaler_does_not_skip_steps(call):
-    model, optimizer, scaler = (
-        nn.Linear(1, 1),
-        optim.SGD(1.0),
-        GradScaler(enabled=False),
-    )
+    model, scaler = nn.Linear(1, 1), GradScaler(enabled=False)
+    optimizer = optim.SGD(1.0)
     grads = {"weight": mx.array([[NAN]])}
     if call == "apply_gradients":
         new = scaler.apply_gradients(optimizer, grads, model.parameters())

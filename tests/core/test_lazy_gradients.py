@@ -22,16 +22,8 @@ def clip_norm(grads):
     return optim.clip_grad_norm(grads, 0.05)[0]
 
 
-def clip_values(grads):
-    return tree_map(lambda g: mx.clip(g, -0.05, 0.05), grads)
-
-
 def double(grads):
     return tree_map(mx.add, grads, grads)
-
-
-def average(grads):
-    return nn.average_gradients(grads)
 
 
 def cast(grads):
@@ -70,8 +62,8 @@ def leave(grads):
 
 
 CHANGES = [
-    *(leave, evaluate, clip_norm, clip_values, double, average, cast),
-    *(other_tree, change_some, replace_one, change_in_place),
+    *(leave, evaluate, clip_norm, double, cast, other_tree),
+    *(change_some, replace_one, change_in_place),
 ]
 
 

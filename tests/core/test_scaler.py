@@ -75,11 +75,8 @@ def test_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
 
 
 def test_unscale_without_a_step_drops_a_batch_and_updates_the_scale():
-    model, scaler, optimizer = (
-        Mlp(),
-        GradScaler(1024.0, growth_interval=2),
-        optim.SGD(1),
-    )
+    model, optimizer = Mlp(), optim.SGD(1)
+    scaler = GradScaler(1024.0, growth_interval=2)
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
     before = bits(model.parameters())
     for factor, scale in ((INF, 512.0), (1.0, 512.0), (1.0, 1024.0), (INF, 512.0)):

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from support.helpers import mse
 
 import mlx_gradscale
 from mlx_gradscale import GradScaler, LossScaleOptimizer, find_float32_layers
@@ -30,14 +31,6 @@ class Net(nn.Module):
     def __call__(self, x):
         x = x + self.first(x)
         return self.head(self.norm(x + self.gain * self.second(x)))
-
-
-def mse(model):
-    def loss_fn(x, y):
-        off = model(x).astype(mx.float32) - y.astype(mx.float32)
-        return off.square().mean()
-
-    return loss_fn
 
 
 def check_cure(model, loss_fn, batch, **options):

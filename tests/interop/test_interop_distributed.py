@@ -66,7 +66,9 @@ def run_format_utils(way, source, target):
 
 @pytest.mark.parametrize("kind", ["whole.pt", "dcp"])
 def test_two_rank_fsdp2_run_resumes_in_mlx_then_fsdp2(kind, sharded, tmp_path, capsys):
-    dcp = torch.distributed.checkpoint
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
     net = torch_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     want = torch_steps(net, optimizer, range(20))
@@ -81,14 +83,14 @@ def test_two_rank_fsdp2_run_resumes_in_mlx_then_fsdp2(kind, sharded, tmp_path, c
     assert_near(losses, want[10:15])
     net = torch_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    options = dcp.state_dict.StateDictOptions(full_state_dict=True)
+    options = states.StateDictOptions(full_state_dict=True)
     if kind == "dcp":
         run_format_utils("torch_to_dcp", back, tmp_path / "back")
-        model, state = dcp.state_dict.get_state_dict(net, optimizer)
+        model, state = states.get_state_dict(net, optimizer)
         dcp.load({"model": model, "optim": state}, checkpoint_id=tmp_path / "back")
     else:
         found = torch.load(back, weights_only=True)
         model, state = found["model"], found["optim"]
-    states = {"model_state_dict": model, "optim_state_dict": state}
-    dcp.state_dict.set_state_dict(net, optimizer, **states, options=options)
+    found = {"model_state_dict": model, "optim_state_dict": state}
+    states.set_state_dict(net, optimizer, **found, options=options)
     assert_near(torch_steps(net, optimizer, range(15, 20)), want[15:])

@@ -18,24 +18,8 @@ from mlx_gradscale import (
     save_checkpoint,
 )
 from mlx_gradscale.distributed import assert_in_sync
-from support.checkpoint_runs import Run
+from support.checkpoint_runs import Net, Run
 from support.distributed_parts import fingerprint, message
-
-
-class Net(nn.Module):
-    """Dropout and BatchNorm's statistics are each rank's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = [nn.Linear(8, 16), nn.Linear(16, 1)]
-        self.norm = nn.BatchNorm(16)
-        self.dropout = nn.Dropout(0.2)
-        self.layers[0].set_dtype(mx.float16)
-        self.layers[1].set_dtype(mx.float16)
-
-    def __call__(self, x):
-        x = self.norm(self.layers[0](x).astype(mx.float32)).astype(mx.float16)
-        return self.layers[1](self.dropout(nn.relu(x)))
 
 
 def main(folder, checkpoint, task):
@@ -47,8 +31,9 @@ def main(folder, checkpoint, task):
     optimizer = LossScaleOptimizer(
         optim.AdamW(1e-2), scaler, group=group, average=group is not None
     )
-    run = Run(optimizer, dtype=mx.float16, model=Net())
-    mx.random.seed(rank)  # each rank has its own dropout
+    # Dropout and BatchNorm's statistics are each rank's own.
+    run = Run(optimizer, dtype=mx.float16, model=Net(mx.float16))
+    mx.random.seed(rank)
     report = {}
     if task == "save":
         run.train(100 * rank, 100 * rank + 3)

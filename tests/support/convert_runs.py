@@ -6,28 +6,15 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from golden.convert.data import (
-    CLASSES,
-    LENGTH,
-    OVERFLOWS,
-    TOKENS,
-    WIDTH,
-    batch,
-)
+from golden.convert.data import CLASSES, LENGTH, OVERFLOWS, TOKENS, WIDTH, batch
 from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import load_torch, main
+from support.regression import TOLERANCE, convert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "convert"
 RUNS = [f"{k}_{o}" for k in ("conv", "transformer") for o in ("adam", "adamw", "sgd")]
-
-
-# Both sides compute in float32 and add up in another order. The gradients of such
-# small nets differ by some 1e-7 relative, Adam's bias correction by up to 6e-6 (MLX's
-# is float32), and 20 steps through BatchNorm or attention multiply that by about ten;
-# the weights are of order 1. Measured: 4e-6 at most.
-TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 class ConvNet(nn.Module):
@@ -141,8 +128,7 @@ SMALL = ("--model", f"{__name__}:Small")
 
 
 def forward(torch_path, mlx_path, *flags):
-    where = ["--torch-path", str(torch_path), "--mlx-path", str(mlx_path)]
-    assert main([*where, *SMALL, *flags]) == 0
+    convert(torch_path, mlx_path, *SMALL, *flags)
 
 
 def identical(a, b):
@@ -241,12 +227,7 @@ def shapes_of_checkpoints():
 def paths(tmp_path, checkpoint=None):
     if checkpoint is not None:
         torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
-    where = [
-        "--torch-path",
-        str(tmp_path / "a.pt"),
-        "--mlx-path",
-        str(tmp_path / "run"),
-    ]
+    where = ["--torch-path", f"{tmp_path}/a.pt", "--mlx-path", f"{tmp_path}/run"]
     return [*where, *SMALL]
 
 

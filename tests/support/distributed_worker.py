@@ -27,15 +27,7 @@ from support.distributed_parts import (
     overflows,
     rank_batch,
 )
-from support.helpers import (
-    INF,
-    Mlp,
-    Traced,
-    batch,
-    gradients_like,
-    mse,
-    parameters,
-)
+from support.helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
@@ -105,13 +97,15 @@ def decide(group):
         grads = {} if rank == 0 else {"w": mx.full((rank,), value)}
         weights = tree_map(mx.zeros_like, grads)
 
-        for way in (step, unscale_and_step, unscale_only):
-            one = ready_scaler(group)
-            new = way(one, optim.SGD(1.0), grads, weights)
+        for way in ("step", "unscale_and_step", "unscale_only"):
+            one, sgd, new = ready_scaler(group), optim.SGD(1.0), weights
+            given = grads if way == "step" else one.unscale_(sgd, grads)
+            if way != "unscale_only":
+                new = one.apply_gradients(sgd, given, weights)
             one.update()
             count = all_reduces([new, one.state])
             moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
-            found[f"{way.__name__} {bad}"] = [one.get_scale(), count, moved]
+            found[f"{way} {bad}"] = [one.get_scale(), count, moved]
         grads = {f"w{rank}": mx.full((rank + 1,), value)}
         weights = tree_map(mx.zeros_like, grads)
         for max_grad_norm in (None, INF):
@@ -135,19 +129,6 @@ def ready_scaler(group):
     scaler = GradScaler(init_scale=8.0, growth_interval=1, group=group)
     scaler.scale(mx.array(1.0))
     return scaler
-
-
-def step(scaler, optimizer, grads, weights):
-    return scaler.apply_gradients(optimizer, grads, weights)
-
-
-def unscale_and_step(scaler, optimizer, grads, weights):
-    return step(scaler, optimizer, scaler.unscale_(optimizer, grads), weights)
-
-
-def unscale_only(scaler, optimizer, grads, weights):
-    scaler.unscale_(optimizer, grads)
-    return weights
 
 
 def tensor_parallel(group, steps=12):

@@ -6,13 +6,8 @@ import pytest
 def train(model, item, folder, most, resume=None, **arguments):
     """Train to ``most`` steps, and return the Trainer, its batches and its losses.
 
-    Args:
-        model: A PyTorch model.
-        item (Callable): Returns example number i as a dict of tensors.
-        folder (Path): The folder for checkpoints.
-        most (int): The last step.
-        resume (Path): The checkpoint to start from.
-        **arguments: Further arguments of TrainingArguments.
+    ``item(i)`` is example number i as a dict of tensors, and ``folder`` is for the
+    checkpoints, of which ``resume`` may be one.
     """
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")

@@ -5,15 +5,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
-from support.helpers import (
-    INF,
-    Mlp,
-    Traced,
-    batch,
-    bits,
-    gradients_like,
-    mse,
-)
+from support.helpers import INF, Mlp, Traced, batch, bits, gradients_like, mse
 
 HALVES = [mx.float16, mx.bfloat16]
 

@@ -5,12 +5,12 @@ done for is told by their size, not by the state.
 """
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
 from support.checkpoint_runs import Run, scaler
+from support.helpers import Mlp
 
 
 class PackedAdamW(optim.AdamW):
@@ -37,30 +37,15 @@ class PackedAdamW(optim.AdamW):
         return updated
 
 
-class Wide(nn.Module):
-    """One parameter of 4096 numbers, and smaller ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = [nn.Linear(8, 512), nn.Linear(512, 1)]
-        self.set_dtype(mx.float16)
-
-    def __call__(self, x):
-        return self.layers[1](nn.relu(self.layers[0](x)))
-
-
 def fresh(make, seed):
     mx.random.seed(seed)
-    return Run(LossScaleOptimizer(make(), scaler()), dtype=mx.float16, model=Wide())
+    # One parameter of 4096 numbers, and smaller ones.
+    model = Mlp(512, mx.float16)
+    return Run(LossScaleOptimizer(make(), scaler()), dtype=mx.float16, model=model)
 
 
 def check_resume(make, folder):
-    """Ten steps at once, and five, saved, restored and five more: the same bits.
-
-    Args:
-        make: gives the optimizer.
-        folder: to save in.
-    """
+    """Ten steps at once, and five, saved, restored and five more: the same bits."""
     run = fresh(make, 0)
     run.train(0, 5)
     packed = run.optimizer.state["optimizer"]["layers"][0]["weight"]["m"]

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from mlx_gradscale import __main__ as commands
@@ -66,18 +67,11 @@ def run_command(words: list[str]) -> str:
     if arguments[0] == "lora" and not find_spec("mlx_lm"):
         return ""  # it needs mlx-lm to list its flags
     known = call([arguments[0], "--help"])
-    for flag in own_flags(arguments):
-        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), (flag, words)
-    return ""
-
-
-def own_flags(arguments: list[str]) -> Iterator[str]:
-    """Yield the flags of a command; those after a script's name are the script's."""
-    for word in arguments[1:]:
-        if word.endswith(".py"):
-            return
+    # What follows the name of a script is the script's.
+    for word in takewhile(lambda word: not word.endswith(".py"), arguments[1:]):
         if word.startswith("-"):
-            yield word
+            assert re.search(rf"(?<![\w-]){word}(?![\w-])", known), (word, words)
+    return ""
 
 
 def own_arguments(words: list[str]) -> list[str] | None:

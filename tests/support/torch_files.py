@@ -3,12 +3,13 @@
 import io
 import runpy
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
 
@@ -68,6 +69,30 @@ def assert_equals_torch(actual: Any, expected: Any, where: str = "obj") -> None:
     else:
         assert type(actual) is type(expected), where
         assert repr(actual) == repr(expected), where  # tells -0.0 and nan too
+
+
+def nested_values(leaves: st.SearchStrategy) -> st.SearchStrategy:
+    """Plain values and these leaves, in containers of every kind."""
+    wide = st.integers(-(2**63), 2**63 - 1)
+    plain = (
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**300), 2**300)
+        | st.floats()
+        | st.text(st.characters())
+        | st.binary()
+        | st.binary().map(bytearray)
+        | st.complex_numbers()
+        | st.sets(st.text() | st.integers(-(2**63), 2**63))
+        | st.text().map(Counter)
+    )
+
+    def contained(inner: st.SearchStrategy) -> st.SearchStrategy:
+        lists = st.lists(inner, max_size=4)
+        keyed = st.dictionaries(st.text() | wide | st.none(), inner, max_size=4)
+        return lists | lists.map(tuple) | keyed | keyed.map(OrderedDict)
+
+    return st.recursive(plain | leaves, contained, max_leaves=12)
 
 
 def torch_bytes(obj: Any, **options: Any) -> bytes:

@@ -21,6 +21,7 @@ from tests.support.torch_files import (
     assert_equals_torch,
     assert_same_bits,
     bits,
+    nested_values,
     records,
     save_bytes,
     torch_bytes,
@@ -42,30 +43,8 @@ def arrays(draw):
     return random_array(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 9)))
 
 
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**300), 2**300)
-    | st.floats()
-    | st.text(st.characters())
-    | st.binary()
-    | st.binary().map(bytearray)
-    | st.complex_numbers()
-    | st.sets(st.text() | st.integers(-(2**63), 2**63))
-    | st.text().map(Counter)
-    | arrays(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text() | st.integers(-9, 9) | st.none(), inner, max_size=4)
-        | st.dictionaries(st.text(), inner, max_size=3).map(OrderedDict)
-    ),
-    max_leaves=12,
-)
-
-
 @settings(deadline=None, max_examples=150)
-@given(obj=values)
+@given(obj=nested_values(arrays()))
 def test_pytorch_reads_saved_objects_unchanged(obj):
     torch = pytest.importorskip("torch")
     data = save_bytes(obj)

@@ -70,13 +70,7 @@ class GPT(nn.Module):
 
 
 def torch_loss(parameters, x, y):
-    """The loss that nanoGPT's own model gives.
-
-    Args:
-        parameters: name -> tensor, without ``lm_head.weight``, which is ``wte``'s.
-        x: tokens.
-        y: the tokens that follow.
-    """
+    """The loss that nanoGPT's own model gives; ``lm_head.weight`` is ``wte``'s."""
     from torch.nn import functional as f
 
     def get(name):

@@ -36,9 +36,7 @@ def timm(path):
     settings.betas, settings.mean, settings.amp = None, (0.485, 0.456), True
 
     def steps(numbers):
-        backward = lambda loss: scaler._scaler.scale(loss).backward()  # noqa: E731
-        stepped = Stepped(optimizer, scaler._scaler)
-        return torch_steps(net, stepped, numbers, backward, lambda: average.update(net))
+        return torch_steps(net, optimizer, numbers, scaler._scaler, average.update)
 
     first = steps(range(BEFORE))
     with tempfile.TemporaryDirectory() as folder:
@@ -61,18 +59,6 @@ def name_torchvisions_operators():
     return library  # with which they go
 
 
-class Stepped:
-    """An optimizer whose step goes through a scaler."""
-
-    def __init__(self, optimizer, scaler):
-        self.zero_grad, self._optimizer = optimizer.zero_grad, optimizer
-        self._scaler = scaler
-
-    def step(self):
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-
-
 def torchvision(path):
     net = torch_net()
     # One group, as utils.set_weight_decay makes it by default.
@@ -90,9 +76,8 @@ def torchvision(path):
     args = argparse.Namespace(model="net", opt="sgd", lr=0.05, amp=True, epochs=90)
 
     def steps(numbers):
-        backward = lambda loss: scaler.scale(loss).backward()  # noqa: E731
-        stepped, after = Stepped(optimizer, scaler), model_ema.update_parameters
-        return torch_steps(net, stepped, numbers, backward, lambda: after(net))
+        after = model_ema.update_parameters
+        return torch_steps(net, optimizer, numbers, scaler, after)
 
     first = steps(range(BEFORE))
     checkpoint = {
