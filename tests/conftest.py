@@ -101,6 +101,10 @@ def pytest_runtest_protocol(item):
     return result
 
 
+def pytest_make_parametrize_id(val):
+    return str(val).removeprefix("mlx.core.") if isinstance(val, mx.Dtype) else None
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     mx.random.seed(0)
