@@ -127,7 +127,7 @@ def recognize(state: Mapping[str, Any]) -> str:
             return name
     raise ValueError(
         f"Cannot identify the scaler format from the keys {sorted(keys)[:20]}. Pass "
-        f"format=..., one of {', '.join(FORMATS)}."
+        f"format=... to read_state(), one of {', '.join(FORMATS)}."
     )
 
 

@@ -230,9 +230,10 @@ def _entry(
     others = [replace(entry, layout=kind) for kind in ("conv", "conv_transpose")]
     if not layout and wanted in [other.mlx_shapes(tensor.shape) for other in others]:
         raise ConvertError(
-            f"{name} has shape {tensor.shape}, and {wanted[0]} in MLX. It belongs to a "
-            "custom layer, so its layout is unknown. Choose one with layouts=... "
-            f"(--layout {name}=conv, {name}=conv_transpose or {name}=same)."
+            f"{name} has shape {tensor.shape} in PyTorch and {wanted[0]} in the MLX "
+            "model. It belongs to a custom layer, so its layout is unknown. Choose one "
+            f"with layouts=... (--layout {name}=conv, {name}=conv_transpose or "
+            f"{name}=same)."
         )
     if made != wanted:
         hint = ""

@@ -215,8 +215,8 @@ def _torch_slots(
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(isinstance(old.get(slot), TensorShape) for slot in slots):
             raise ConvertError(
-                f"The MLX optimizer has no state for {entry.mlx[0]}, although the "
-                "loaded one did. Pass the optimizer that you trained with."
+                f"The MLX optimizer has no state for {entry.mlx[0]}, but the PyTorch "
+                "optimizer does. Pass the optimizer that you trained with."
             )
         return {}
     new = {

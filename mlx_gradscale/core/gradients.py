@@ -112,7 +112,7 @@ class Backward:
         casting: Casting,
         is_enabled: bool,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``, but differentiate the scaled loss."""
+        """Like ``nn.value_and_grad``, but scale the loss and unscale the gradients."""
         is_checked = casting.compute_dtype is not None or not is_enabled
 
         @wraps(loss_fn)

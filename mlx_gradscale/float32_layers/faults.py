@@ -32,10 +32,11 @@ class Fault:
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
-    """Return the first reason why a run is bad, or None if the run is finite.
+    """Return the first reason why a run is bad.
 
-    Non-finite values are bad. If the run has a float32 reference, values far from the
-    reference are bad too, and the result is never None.
+    Without a float32 reference, a run is bad if its loss or gradients are non-finite;
+    for a good run, the result is None. With a reference, values far from it are bad
+    too. Such a run must be known to be bad: the result is never None.
     """
     if not run.reference and run.has_finite_gradients and not run.is_loss_off:
         return None

@@ -152,7 +152,7 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
 
 
 class _Directory:
-    """A file for ``zipfile`` that limits the bytes read from the directory."""
+    """Wrap a file for ``zipfile``, to limit the size of its central directory."""
 
     def __init__(self, file: Any, limits: Limits) -> None:
         self._file, self._limits = file, limits
