@@ -184,7 +184,7 @@ def _read_save(folder: Path) -> Checkpoint:
         )
     for row in content["settings"]:
         if [*map(type, row.values())] != [str, list, dict]:
-            raise ValueError("training.json does not describe an optimizer.")
+            raise ValueError("the optimizer settings in training.json are damaged.")
     state = {
         name.removeprefix(_PREFIX): x
         for name, x in arrays.items()

@@ -233,8 +233,8 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():
         raise FileNotFoundError(
-            f"{like} does not exist. Use --like to pass a PyTorch checkpoint of the "
-            "same model as the template."
+            f"{like} does not exist. The conversion needs a template: use --like to "
+            "pass a PyTorch checkpoint of the same model."
         )
     template = read_template(like, model, options)
     target, dry_run = arguments.torch_path, arguments.dry_run
@@ -262,7 +262,7 @@ def _model(place: str | None) -> Any:
         made = made() if callable(made) and not isinstance(made, nn.Module) else made
         if isinstance(made, nn.Module):
             return made
-        problem = f"is a {type(made).__name__}"
+        problem = f"gives an object of type {type(made).__name__}"
     except ConvertError:
         raise
     except (Exception, SystemExit) as error:  # users' code may raise anything

@@ -63,7 +63,7 @@ class Entry:
         return mx.transpose(held[0], np.argsort(axes).tolist())
 
     def mlx_shapes(self, shape: Shape) -> list[Shape]:
-        """Return the MLX shapes, or the given shape if the layout does not apply."""
+        """Return the MLX shapes of a PyTorch shape, or that shape if none fits."""
         if self.layout == FUSED:
             is_fused = shape and shape[0] % 3 == 0
             return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]

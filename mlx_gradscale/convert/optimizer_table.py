@@ -155,12 +155,13 @@ def recognize(
         return _adam_or_adamw(groups)
     what = f"does not belong to {name}" if name else "has an unknown format"
     raise ConvertError(
-        f"The optimizer state {what}. Its groups have the keys "
-        f"{list_some(sorted(groups[0]), 20)}, and its state has the keys "
-        f"{list_some(sorted(held), 20) or 'none'}. Supported optimizers are "
-        f"{', '.join(OPTIMIZERS)}. Leave the optimizer out with "
-        "keys={'optimizer': ''} (--optimizer-key ''); its state is then written back "
-        "to PyTorch unchanged."
+        f"The optimizer state {what}. Its param_groups have the keys "
+        f"{list_some(sorted(groups[0]), 20)}, and the state of its parameters has the "
+        f"keys {list_some(sorted(held), 20) or 'none'}. Supported optimizers are "
+        f"{', '.join(OPTIMIZERS)}; pass optimizer=... (--optimizer) only to choose "
+        "between Adam and AdamW. To convert the model alone, pass "
+        "keys={'optimizer': ''} (--optimizer-key ''); the optimizer's state is then "
+        "written back to PyTorch unchanged."
     )
 
 

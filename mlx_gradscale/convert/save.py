@@ -238,8 +238,8 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
     ]
     if wrong:
         raise ConvertError(
-            f"The MLX model and the template's model differ in {list_some(wrong)}. Use "
-            "a PyTorch checkpoint of the same model as the template."
+            f"The MLX model and the template's model differ in {list_some(wrong)}. As "
+            "the template, use a PyTorch checkpoint of the same model."
         )
     for name, entry in entries.items():
         tensor, leaf = entry.to_torch(weights), held[name]

@@ -90,7 +90,7 @@ class Template:
         return optimizers.to_mlx(self.groups, self.tensors())
 
     def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Return the state dict for a ``GradScaler``, or None, and notes for the user."""
+        """Return the state dict for a ``GradScaler``, or None, and a list of notes."""
         if self.sections.scaler is None:
             return None, []
         held = get(self.checkpoint, self.sections.scaler)
