@@ -280,6 +280,8 @@ def test_state_of_another_number_of_optimizers_is_refused():
     saved, optimizer = multi(3), multi(2)
     saved.init(weights)
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match="is for 3 inner optimizers, but this optimizer has 2"):
+    with pytest.raises(
+        ValueError, match="is for 3 inner optimizers, but this optimizer has 2"
+    ):
         optimizer.state = dict(tree_flatten(saved.state))
     assert bits(optimizer.state) == before
