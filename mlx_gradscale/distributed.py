@@ -57,7 +57,7 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
     if lines:
         if len(lines) > _LISTED:
             lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more differences."]
-        lines.append("To sync the ranks, load a checkpoint with from_rank_0().")
+        lines.append("To copy these values from rank 0, use broadcast().")
         raise RuntimeError("\n".join(lines))
 
 

@@ -18,7 +18,7 @@ class EMA:
     """Average the trainable weights over the applied steps, in float32.
 
     With a ``LossScaleOptimizer``, the average is over the float32 master weights,
-    because most steps are too small to change a float16 weight. Skipped steps do not
+    because a step is often too small to change a float16 weight. Skipped steps do not
     count.
 
     Args:
@@ -117,12 +117,12 @@ class EMA:
     def _check(self, what: str, weights: dict[str, mx.array]) -> None:
         averages = self._state["weights"]
         for path in sorted(averages.keys() | weights.keys()):
-            old, new = (tree.get(path) for tree in (averages, weights))
-            if old is None or new is None or old.shape != new.shape:
+            found = (tree.get(path) for tree in (averages, weights))
+            old, new = ("nothing" if x is None else f"shape {x.shape}" for x in found)
+            if old != new:
                 raise ValueError(
-                    f"The average does not match {what}: {path!r} is missing from one "
-                    "of them or has a different shape. Create a new EMA after "
-                    "freezing, unfreezing or changing layers."
+                    f"For {path!r}, the average has {old}, but {what} has {new}. After "
+                    "freezing, unfreezing or changing layers, create a new EMA."
                 )
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:

@@ -38,7 +38,7 @@ def arrange(x: Any, order: Sequence[int] | None) -> Any:
     if order is None:
         return x
     if sorted(order) != [*range(x.ndim)]:
-        raise ValueError(f"{order} does not permute the axes of shape {x.shape}.")
+        raise ValueError(f"memory order {order} is invalid for shape {x.shape}.")
     moved = x.transpose(order)
     # Two reshapes set even the strides of axes with a single element.
     inverse = sorted(range(x.ndim), key=order.__getitem__)

@@ -43,8 +43,8 @@ def restore_checkpoint(
     """Restore a run saved by :func:`save_checkpoint`, in place.
 
     The model, the optimizer, the scaler and the random state are restored, and the
-    resumed run is bit-identical to the saved one. Arrays are replaced in the containers
-    that hold them, so a step that is already compiled uses the restored values.
+    resumed run is bit-identical to an uninterrupted one. Arrays are replaced in the
+    containers that hold them, so a step that is already compiled uses the new values.
 
     First create the model, the optimizer and the scaler as in the saved run, including
     schedules. Without a schedule, the learning rate is restored too. A
@@ -110,7 +110,7 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
         if name in own and fingerprint(own[name]) != expected:
             raise ValueError(
                 f"the frozen parameter {shorten(name)} is not in the checkpoint, and "
-                "its value differs from the saved run. Load the same base model first."
+                "this model's differs from the saved run's. Load the same base model."
             )
     places = {".".join(map(str, path)): (box, k) for path, box, k in slots(model)}
     # BatchNorm's statistics take the dtype of the input in a forward pass.
@@ -192,7 +192,7 @@ def _replace(
         old = container.get(key) if isinstance(container, dict) else container[key]
         new = values[path]
         if not isinstance(new, STATE):
-            raise ValueError(f"{shorten(path)} is not an array or a number.")
+            raise ValueError(f"the saved {shorten(path)} is damaged: {new!r:.80}.")
         is_match = getattr(new, "shape", ()) == getattr(old, "shape", ())
         if isinstance(new, mx.array) and isinstance(old, mx.array):
             is_free = path in free and is_floating(old) and is_floating(new)
@@ -235,8 +235,8 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
                 )
         if old["schedules"] != new["schedules"]:
             warnings.warn(
-                f"The saved {new['class']} had schedules="
-                f"{shorten(old['schedules'])}, but this one has schedules="
+                f"The saved {new['class']} had schedules for "
+                f"{shorten(old['schedules'])}, but this one has schedules for "
                 f"{new['schedules']}. Checkpoints do not contain schedules, so create "
                 "the optimizer with the same schedules.",
                 stacklevel=3,

@@ -47,13 +47,13 @@ def save_checkpoint(
 ) -> None:
     """Save a run: model, optimizer, scaler, random state and any extra values.
 
-    A run resumed with :func:`restore_checkpoint` is bit-identical to this one. Each
-    call adds a folder ``save-000001``, ``save-000002``, ... to ``path`` and then
-    removes all but the newest ``keep`` checkpoints. The newest one is complete even if
-    the process is killed. Other files in ``path`` do not change. ``mx.load`` and mlx-lm
-    can load ``model.safetensors`` from each folder; see ``latest_checkpoint``. Learning
-    rate schedules are Python code and are not saved, but the step count that they
-    depend on is.
+    A run resumed with :func:`restore_checkpoint` is bit-identical to one that was not
+    interrupted. Each call adds a folder ``save-000001``, ``save-000002``, ... to
+    ``path`` and then removes all but the newest ``keep`` checkpoints. The newest one is
+    complete even if the process is killed. Other files in ``path`` do not change.
+    ``mx.load`` and mlx-lm can load ``model.safetensors`` from each folder; see
+    ``latest_checkpoint``. Learning rate schedules are Python code and are not saved,
+    but the step count that they depend on is.
 
     In distributed training, all ranks must call this; rank 0 writes. Trainable
     parameters and states must be equal on all ranks, so gather a sharded model first.
@@ -114,7 +114,7 @@ def save_checkpoint(
         if not all_finite(same).item():
             raise ValueError(
                 f"{nonfinite(same)[0].path} contains NaN or inf, so nothing was saved. "
-                "Earlier checkpoints are unchanged; restore one of them to continue."
+                "Restore an earlier checkpoint, if there is one, to continue."
             )
     assert_in_sync(same | {"scaler": scaler.state if scaler else {}}, group)
     key = cast(list[mx.array], mx.random.state)[0]

@@ -138,8 +138,8 @@ def arrays(tree: Any) -> list[mx.array]:
     """Return the leaves of ``tree``; raise if one is not an array."""
     for path, leaf in flatten(tree):
         if not isinstance(leaf, mx.array):
-            where = f" at {path!r}" if path else ""
-            raise TypeError(f"Expected a tree of arrays, got {leaf!r}{where}.")
+            what = f"{leaf!r} ({type(leaf).__name__}){f' at {path!r}' if path else ''}"
+            raise TypeError(f"Expected a tree of mx.array, got {what}.")
     return leaves(tree)
 
 

@@ -32,10 +32,10 @@ class Casting(NamedTuple):
         """Raise if the arguments are invalid or contradict each other."""
         dtype = self.compute_dtype
         if dtype is None and (self.keep is not None or not self.cast_inputs):
-            raise ValueError("keep= and cast_inputs= require compute_dtype=.")
+            raise ValueError("keep= and cast_inputs=False require compute_dtype=.")
         is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
         if dtype is not None and not is_dtype:
-            raise ValueError(f"compute_dtype must be floating-point, got {dtype!r}.")
+            raise ValueError(f"compute_dtype must be a float mx.Dtype, got {dtype!r}.")
 
     def parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters, cast for the forward pass."""
@@ -177,9 +177,9 @@ class Backward:
         unscaled, self._last_unscaled = self._last_unscaled, None
         if unscaled is not None and not unscaled:
             raise RuntimeError(
-                "These gradients are still scaled. scale_loss() unscales gradients of "
-                "the models among the loss function's arguments or, without a model, "
-                "of its first argument. Pass the model: scale_loss(loss_fn, model)."
+                "These gradients are still scaled. Without a model, scale_loss() "
+                "unscales gradients of models among the arguments, or of the first "
+                "argument. Pass the differentiated model: scale_loss(loss_fn, model)."
             )
 
     def scaled(self, output: mx.array) -> Any:
@@ -198,8 +198,8 @@ class Backward:
         if not self._has_derivative:
             self.warn_once(
                 "scale() was called, but its result was never differentiated, so these "
-                "gradients are unscaled and would become too small. Call scale() in "
-                "the function that you differentiate, or use value_and_grad()."
+                "gradients were not scaled, and unscaling makes them too small. Call "
+                "scale() in the differentiated function, or use value_and_grad()."
             )
         return 1.0 / self._state["scale"]
 
@@ -207,9 +207,9 @@ class Backward:
         """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
-                "The loss is float16, so a scale above 65504 overflows in the backward "
-                "pass, and steps are skipped until the scale is smaller. Compute the "
-                "loss in float32, for example from logits.astype(mx.float32)."
+                "The loss is float16, so the backward pass overflows and steps are "
+                "skipped while the scale is above 65504. Compute the loss in float32, "
+                "for example from logits.astype(mx.float32)."
             )
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -223,7 +223,7 @@ class Backward:
             self.warn_once(
                 f"{type(model).__name__} has BatchNorm layers with float16 running "
                 f"statistics ({', '.join(half)}), where a variance above 65504 is "
-                "inf. Keep these layers in float32 with mlx_gradscale.float32_layers()."
+                "inf. Compute them in float32 with mlx_gradscale.float32_layers()."
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:
@@ -231,10 +231,10 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
-                f"{type(model).__name__} has {floating[0].dtype} parameters but "
-                "float32 inputs, so MLX computes in float32. Cast the inputs, or pass "
-                "compute_dtype=. Call mlx_gradscale.diagnostics.compute_dtypes() to "
-                "see the dtype of each layer."
+                f"{type(model).__name__} has {floating[0].dtype} parameters, but the "
+                "first array argument is float32, so MLX may compute in float32. Cast "
+                "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
+                "call mlx_gradscale.diagnostics.compute_dtypes()."
             )
 
 
@@ -318,8 +318,8 @@ def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) ->
         if token in unscaled:
             raise RuntimeError(
                 "A loss from scale_loss() cannot be differentiated twice: the result "
-                "would be wrong by a factor of the scale. Differentiate "
-                "value_and_grad() or the original loss instead."
+                "would be wrong by a factor of the scale. Differentiate the result of "
+                "value_and_grad(), or the original loss, instead."
             )
         unscaled.add(token)
         return unscale_leaf(cotangent, inverse)
@@ -390,8 +390,8 @@ def loss_of(outputs: Any) -> mx.array:
     loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(loss, mx.array):
         raise TypeError(
-            "The loss function must return an array, or a tuple that starts with one; "
-            f"got {loss!r}."
+            "The loss function must return an mx.array, or a tuple that starts with "
+            f"one; got {loss!r}."
         )
     if loss.ndim:
         raise ValueError(

@@ -295,8 +295,8 @@ def _step(
             raise ValueError(
                 f"The optimizer failed with {error!r}. If a parameter was added or "
                 "unfrozen after the optimizer was initialized, call "
-                "init(model.trainable_parameters()) again. If the shape of a parameter "
-                "changed, create a new optimizer."
+                "optimizer.init(model.trainable_parameters()) again. If the shape of a "
+                "parameter changed, create a new optimizer."
             ) from error
         for path, x in new.items():
             check_shape(path, x.shape, arrays.parameters[path].shape)

@@ -151,8 +151,8 @@ class Masters:
         found = {name: box[path] for name, box in boxes if path in box}
         if not found:
             raise ValueError(
-                f"{path!r} has no master weight, because it was frozen, missing or "
-                f"not {weight.dtype} when the optimizer was initialized. Call "
+                f"{path!r} has no master weight, because it was frozen, missing or not "
+                "in half precision when the optimizer was initialized. Call optimizer."
                 "init(model.trainable_parameters()) again; existing state is kept."
             )
         for x in found.values():

@@ -53,8 +53,8 @@ class SkipWatch:
             )
         elif scale < LOW_SCALE:
             warn(
-                f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
-                "underflow to zero. Once the overflows have stopped, reset the scale "
-                "with scaler.update(65536.0). To keep it from falling this far, create "
-                "the scaler with GradScaler(min_scale=1.0)."
+                f"At the current loss scale of {scale:.2g}, gradients below "
+                f"{2.0**-25 / scale:.1g} underflow to zero in float16. Once overflows "
+                "have stopped, reset the scale with scaler.update(65536.0). To keep it "
+                "from falling this far, create GradScaler(min_scale=1.0)."
             )

@@ -262,7 +262,7 @@ class LossScaleOptimizer(Optimizer):
             masters (Any): A tree of the same structure, with the float32 values that
                 the parameters were rounded from.
         """
-        for leaf in match(masters, parameters):
+        for leaf in match(masters, parameters, "master weight"):
             if leaf.parameter.dtype in HALF:
                 self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
 
@@ -314,8 +314,8 @@ class LossScaleOptimizer(Optimizer):
         parts = list(single_optimizers(self.optimizer))
         if len(states) != len(parts):
             raise ValueError(
-                f"The number of inner optimizers is {len(states)} in the state, but "
-                f"{len(parts)} in this optimizer. {_SAME}"
+                f"The state is for {len(states)} inner optimizers, but this optimizer "
+                f"has {len(parts)}. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
             part.state.update(own)
@@ -470,7 +470,7 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
 
 def _check_array(path: str, x: Any) -> None:
     if not isinstance(x, mx.array):
-        raise TypeError(f"{path!r} in the state must be an array, got {x!r}.")
+        raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
     # The gradient norm of a skipped step is non-finite.
     if path != "grad_norm" and not all_finite(x):
         raise ValueError(

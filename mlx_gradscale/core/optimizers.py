@@ -41,10 +41,10 @@ def check_supported(optimizer: Any) -> None:
             check_supported(part)
     for name, method in bypassed.items():
         if getattr(kind, name) is not method:
+            inner = " of its inner optimizers" if len(bypassed) > 1 else ""
             raise TypeError(
-                f"{kind.__name__} overrides {name}(), which a scaler does not call. "
-                "Implement the step in apply_gradients() of an optimizer that is not "
-                "a MultiOptimizer."
+                f"{kind.__name__} overrides {name}(), which a guarded step does not "
+                f"call. Implement the step in apply_gradients(){inner} instead."
             )
 
 
@@ -162,10 +162,10 @@ def autocompiled(
     """Return the function from ``make_run``, compiled for one of MLX's own optimizers.
 
     The function is compiled from the first step on: a compiled step may round
-    differently, and a resumed run must be bit-identical. It is not compiled if a
-    setting is not a plain value, or while settings change at every step, because
-    compiling takes longer than a step. It is compiled again if the optimizer's settings
-    or ``structure`` change.
+    differently, and a resumed run must be bit-identical to an uninterrupted one. It is
+    not compiled if a setting is not a plain value, or while settings change at every
+    step, because compiling takes longer than a step. It is compiled again if the
+    optimizer's settings or ``structure`` change.
     """
     traced_for = fingerprint(optimizer, structure)
     if traced_for is None:

@@ -145,8 +145,8 @@ class Ranks:
             if (column != column[0]).any():
                 raise ValueError(
                     f"The ranks differ in {what} (checksums {column.tolist()}). Create "
-                    "the same model and optimizer on every rank, and copy rank 0's "
-                    "weights with mlx_gradscale.distributed.broadcast()."
+                    "the same model, optimizer and scaler on every rank. To copy rank "
+                    "0's weights, use mlx_gradscale.distributed.broadcast()."
                 )
 
 

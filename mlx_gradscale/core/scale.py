@@ -144,8 +144,8 @@ def read_field(name: str, value: mx.array) -> Any:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            "The state of this scaler has no values. Read it outside mx.compile, and "
-            "pass scaler.state to mx.compile in both inputs= and outputs=."
+            "This scaler's state holds placeholders of mx.compile. Read it outside the "
+            "compiled function, and pass scaler.state as both inputs= and outputs=."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
@@ -163,8 +163,8 @@ def check(values: dict[str, Any]) -> None:
         )
     if values["hysteresis"] > 1 and values["backoff_interval"] > 1:
         raise ValueError(
-            "Set either hysteresis= or backoff_interval=, not both; got "
-            f"{values['hysteresis']} and {values['backoff_interval']}."
+            f"hysteresis={values['hysteresis']} and backoff_interval="
+            f"{values['backoff_interval']} cannot be combined. Leave one of them at 1."
         )
 
 

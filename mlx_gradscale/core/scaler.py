@@ -44,8 +44,8 @@ class GradScaler:
     If you pass it to ``mx.compile``, the whole training step, including the decision to
     skip, becomes one compiled function that never waits for the device.
 
-    There are two modes, and the first call selects one. :meth:`value_and_grad` and
-    :meth:`scale_loss` return unscaled float32 gradients, which your code can clip,
+    There are two modes, and the first call selects one. With :meth:`value_and_grad` or
+    :meth:`scale_loss`, you get unscaled float32 gradients, which your code can clip,
     accumulate, average or log. :meth:`scale` is PyTorch's mode: gradients stay scaled
     until :meth:`unscale_` or :meth:`step`.
 
@@ -57,8 +57,8 @@ class GradScaler:
             Default: ``0.5``.
         growth_interval (int): The number of consecutive finite steps after which the
             scale grows. Default: ``2000``.
-        enabled (bool): If false, every method is a pass-through and steps are not
-            guarded: a NaN gradient is applied. Default: ``True``.
+        enabled (bool): If false, nothing is scaled, and steps are not guarded: a NaN
+            gradient is applied. Default: ``True``.
         backoff_interval (int): The number of consecutive overflows before the scale
             backs off, as in Paddle. Cannot be combined with ``hysteresis``.
             Default: ``1``.
@@ -105,7 +105,8 @@ class GradScaler:
         group: mx.distributed.Group | None = None,
     ):
         if isinstance(init_scale, str):
-            raise TypeError(f"GradScaler has no device argument. Omit {init_scale!r}.")
+            text = f"init_scale must be a number, got {init_scale!r}. Unlike PyTorch's"
+            raise TypeError(f"{text}, this GradScaler has no device argument.")
         values = {
             "scale": init_scale,
             "growth_factor": growth_factor,
@@ -288,7 +289,7 @@ class GradScaler:
             when = "after step()" if stage.stepped else "twice"
             raise RuntimeError(
                 f"unscale_() was called {when} for this optimizer since the last "
-                "update(). Call unscale_(), step() and update() in this order. "
+                "update(). Call unscale_(), step() and update() once, in this order. "
                 f"{_START_AFRESH}"
             )
         inverse = self._backward.inverse_scale() if is_scaled else None
@@ -482,7 +483,7 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """The current number of consecutive skipped steps, as a lazy 0-d array."""
+        """The number of non-finite updates in a row, as a lazy 0-d array."""
         return self._state["consecutive_skips"]
 
     @property

@@ -56,20 +56,20 @@ def leaves(tree: Any) -> list[Any]:
     return [x for _, x in walk([tree])]
 
 
-def match(gradients: Any, parameters: Any) -> list[Leaf]:
+def match(gradients: Any, parameters: Any, what: str = "gradient") -> list[Leaf]:
     """Pair every gradient with its parameter in a tree or model, or raise."""
     if not isinstance(gradients, dict) or isinstance(gradients, nn.Module):
         raise TypeError(
-            "The gradients must be a dict like the one value_and_grad() returns for a "
-            f"model, got {type(gradients).__name__}."
+            f"The {what}s must be a dict with the structure of model.parameters(), got "
+            f"{type(gradients).__name__}."
         )
     found: dict[str, Leaf] = {}
-    _match(gradients, parameters, "", found)
+    _match(gradients, parameters, what, "", found)
     return list(found.values())
 
 
 def _match(
-    gradients: Any, parameters: Any, prefix: str, found: dict[str, Leaf]
+    gradients: Any, parameters: Any, what: str, prefix: str, found: dict[str, Leaf]
 ) -> None:
     pairs = gradients.items() if isinstance(gradients, dict) else enumerate(gradients)
     for key, gradient in pairs:
@@ -83,26 +83,26 @@ def _match(
         except (KeyError, IndexError, TypeError):
             parameter = None
         if is_container and isinstance(parameter, CONTAINERS):
-            _match(gradient, parameter, f"{path}.", found)
+            _match(gradient, parameter, what, f"{path}.", found)
         elif is_container or not isinstance(parameter, mx.array):
             raise ValueError(
-                f"There is a gradient for {path!r}, but no such parameter. Pass the "
-                "gradients and parameters of the same model."
+                f"There is a {what} for {path!r}, but no such parameter. Pass the "
+                f"{what}s and parameters of the same model."
             )
         elif not isinstance(gradient, mx.array):
             raise TypeError(
-                f"The gradient of {path!r} must be an array, got {gradient!r}. Pass "
-                "the tree of gradients that value_and_grad returned."
+                f"The {what} of {path!r} must be an mx.array, got {gradient!r}. Pass a "
+                f"tree with one array for each {what}."
             )
         elif gradient.shape != parameter.shape:
             raise ValueError(
-                f"The gradient of {path!r} has shape {gradient.shape}, but the "
-                f"parameter has shape {parameter.shape}. Pass the gradients and "
-                "parameters of the same model."
+                f"The {what} of {path!r} has shape {gradient.shape}, but the parameter "
+                f"has shape {parameter.shape}. Pass the {what}s and parameters of the "
+                "same model."
             )
         elif path in found:
             raise ValueError(
-                f"Two gradients have the path {path!r}, as in "
+                f"Two {what}s have the path {path!r}, as in "
                 "{'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
             )
         else:

@@ -81,8 +81,8 @@ class DtypeReport:
         if self.half_statistics:
             lines.append(
                 f"The running statistics of {', '.join(self.half_statistics)} are in "
-                "half precision, where small changes are lost and a variance above "
-                "65504 overflows. Before training, call "
+                "half precision, where small changes are lost and, in float16, a "
+                "variance above 65504 overflows. Before training, call "
                 "mlx_gradscale.float32_layers(model, "
                 "lambda path, layer: isinstance(layer, nn.BatchNorm))."
             )
@@ -188,12 +188,12 @@ def _promotion_message(layer: LayerDtypes) -> str:
         why = "although none of its inputs is float32"
         remedy = f"Make the layer return {half}."
     else:
-        why = f"because its input is {dtype_name(other)}"
+        why = f"because an input is {dtype_name(other)}"
         remedy = (
             f"Cast this input to {half}. Typical sources of float32 are batches, "
             "masks, positions, frozen layers and the outputs of another model."
         )
     return (
-        f"{name} has {half} parameters but computes in float32, {why}. Everything "
-        f"after it computes in float32 too, which costs time and memory. {remedy}"
+        f"{name} has {half} parameters but computes in float32, {why}. So does "
+        f"what uses its output, unless cast back. This costs time and memory. {remedy}"
     )

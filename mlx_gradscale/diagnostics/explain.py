@@ -30,17 +30,17 @@ _ADVICE = {
     "loss scale can fix. Normalize them, or call value_and_grad(..., "
     "cast_inputs=False) and cast the model's inputs in the loss function.",
     "parameters": "No loss scale can fix this.",
-    "forward": "The forward pass overflows. Loss scaling affects only gradients and "
-    "cannot help. Compute the layers that produce and read this value in float32, make "
-    "their inputs smaller, or compute in bfloat16.",
-    "loss": "The model's outputs are finite, so loss scaling cannot help. Compute the "
-    "loss in float32, from logits.astype(mx.float32), and look for a logarithm of zero "
-    "or a division by zero.",
+    "forward": "Loss scaling affects only gradients and cannot help. If the value "
+    "overflowed, compute the layers that produce and read it in float32, make their "
+    "inputs smaller, or compute in bfloat16.",
+    "loss": "The model's outputs are finite, but the loss is not. Loss scaling cannot "
+    "help. Compute the loss in float32, from logits.astype(mx.float32), and look for a "
+    "logarithm of zero or a division by zero.",
     "gradients": "Only the gradients overflow. A smaller loss scale fixes this, and a "
     "dynamic scaler finds one by itself.",
     "derivative": "The gradients are non-finite at any loss scale, because a "
     "derivative itself is inf or NaN, such as the derivative of sqrt or of a norm at "
-    "zero. Add an epsilon there.",
+    "zero, which an epsilon fixes.",
 }
 
 
@@ -117,7 +117,7 @@ def explain_overflow(
     cast_inputs: bool = True,
     **named: Any,
 ) -> OverflowReport:
-    """Rerun one batch, and report which layer overflows first and how to fix it.
+    """Rerun one batch, and report the first non-finite value and how to fix it.
 
     The report says whether the loss itself is finite, and names the layer. The model
     and the random state do not change. This function runs the batch several times and

@@ -199,7 +199,7 @@ def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             raise ValueError(
                 f"{path} is not a history file (line {i} is {line[:100]!r}). Pass a "
-                "file written by ScaleHistory, or a new file name."
+                "file written by ScaleHistory or, for a new history, a new file name."
             ) from None
         while records and records[-1].step >= record.step:
             records.pop()

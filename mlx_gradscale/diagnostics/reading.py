@@ -6,14 +6,13 @@ from typing import Any
 import mlx.core as mx
 
 
-def scaler_of(source: Any) -> Any:
+def scaler_of(source: Any, expected: str = "") -> Any:
     """Return the scaler of an optimizer, or ``source`` itself if it is a scaler."""
     scaler = getattr(source, "scaler", source)
     state = getattr(scaler, "state", None)
     if not isinstance(state, dict) or "consecutive_skips" not in state:
-        raise TypeError(
-            f"Expected a GradScaler or a LossScaleOptimizer, got {source!r}."
-        )
+        expected += "a GradScaler or a LossScaleOptimizer"
+        raise TypeError(f"Expected {expected}, got {source!r}.")
     return scaler
 
 
@@ -25,7 +24,7 @@ def scale_array(scaler: Any) -> mx.array:
 def scale_of(source: Any) -> float:
     """Return a loss scale as a float; for a scaler, read it from the device."""
     if not isinstance(source, (int, float, mx.array)):
-        source = scale_array(scaler_of(source))
+        source = scale_array(scaler_of(source, "a Python number, "))
     scale = float(source)
     if not 0 < scale < math.inf:
         raise ValueError(f"The loss scale must be positive and finite, got {scale}.")

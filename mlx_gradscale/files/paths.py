@@ -33,8 +33,8 @@ def open_inside(path: str | os.PathLike[str], flags: int) -> int:
 def _check_regular(path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(
-            f"{os.fspath(path)} is a pipe, a device or a folder. Pass the path of a "
-            "regular file."
+            f"{os.fspath(path)} is not a regular file. Pass the path of a file, not of "
+            "a folder, a pipe or a device."
         )
 
 

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _search(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     if not Path(options.model).is_dir():
-        raise ValueError(f"--model must be a folder, got {options.model!r}.")
+        raise ValueError(f"--model must be a local folder, got {options.model!r}.")
     if options.batches < 1 or options.max_seq_length < 1:
         raise ValueError("--batches and --max-seq-length must be 1 or more.")
     if not options.output.endswith(".json"):
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mlx_gradscale float16",
         description="Find the layers of an mlx-lm model that must compute in float32. "
         "Run a few batches forward and backward in float32 and float16, print and plot "
-        "how close each layer comes to 65504, and save the names of the layers.",
+        "how close the values of each layer come to 65504, and save the layers found.",
         epilog="example: mlx_gradscale float16 --model my-model --data my-data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

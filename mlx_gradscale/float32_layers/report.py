@@ -100,7 +100,7 @@ class Float32Search:
             lines = [
                 "These layers must compute in float32:",
                 *(f"  {entry}: {why}" for entry, why in self.reasons.items()),
-                f"{share} of the parameters stay in half precision.",
+                f"{share} of the parameters belong to half-precision layers.",
             ]
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines.append(f"Loss {', '.join(losses)}.")

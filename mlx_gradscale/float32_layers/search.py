@@ -93,8 +93,8 @@ def find_float32_layers(
     dtypes = [compute_dtype or x.dtype for _, x in tree_flatten(model.parameters())]
     if not any(dtype in HALF for dtype in dtypes):
         raise ValueError(
-            "The model is not in half precision. Pass compute_dtype=mx.float16, or "
-            "call model.set_dtype(mx.float16) first."
+            "The model does not compute in half precision. Pass compute_dtype="
+            "mx.float16, or call model.set_dtype(mx.float16) first."
         )
     if isinstance(batches, (mx.array, dict, str)) or not isinstance(batches, Iterable):
         raise TypeError(
@@ -255,8 +255,8 @@ class _Search:
             if fault.cause == "gradients" and not fault.text:
                 raise NoCureFound(
                     "Nothing overflows, but rounding changes the gradients by "
-                    f"{distance:.0%} compared with float32. To accept this, pass "
-                    f"tolerance={distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
+                    f"{distance:.0%} compared with float32. To accept this, set the "
+                    f"tolerance to {distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
                 )
             instead = f"{half.loss:.4g} instead of {half.expected_loss:.4g}"
             why = fault.text or f"The loss is {instead}."

@@ -49,7 +49,7 @@ def plot_headroom(
     titles = [f"all in float16: {len(lost)} of {len(rows)} layers overflow"]
     if search.where:
         share = f"{search.float16_parameters:.1%}"
-        titles += [f"with float32 layers: {share} of the parameters stay float16"]
+        titles += [f"with float32 layers: {share} of parameters in float16 layers"]
     # Label the layers at fault, and as many others as fit.
     apart = math.ceil(len(rows) / _MOST_NAMES)
     others = range(0, len(rows), apart)

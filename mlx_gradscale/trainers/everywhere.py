@@ -160,8 +160,8 @@ class Everywhere:
         if not self._has_warned:
             self._has_warned = True
             warn_user(
-                "This model has no half-precision parameters, so there is nothing to "
-                "scale. Call model.set_dtype(mx.float16), or pass compute_dtype=."
+                "This model has no half-precision parameters, so its loss is not "
+                "scaled. Call model.set_dtype(mx.float16), or pass compute_dtype=."
             )
         return False
 

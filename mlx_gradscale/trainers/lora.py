@@ -57,8 +57,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "resume": {
         "action": "store_true",
         "default": None,
-        "help": "Resume from the last checkpoint in the adapter path, with "
-        "bit-identical results.",
+        "help": "Resume from the last checkpoint in the adapter path. The run is "
+        "bit-identical to an uninterrupted one.",
     },
 }
 

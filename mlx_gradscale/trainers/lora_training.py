@@ -251,9 +251,9 @@ class Training:
             was = saved["same"].get(name)
             if was != now:
                 raise ValueError(
-                    f"The run in {self._folder} used {name} {was}, but this one uses "
-                    f"{name} {now}. Resume with the same value, or start a new run "
-                    "from its weights with --resume-adapter-file."
+                    f"The run in {self._folder} had {name}={was}, but this one has "
+                    f"{name}={now}. Resume with the same options and data, or start a "
+                    "new run from its weights with --resume-adapter-file."
                 )
         self._at = SimpleNamespace(**saved["position"])
         if not self._arguments.lr_schedule:

@@ -14,8 +14,8 @@ from ..float32_layers.where import read_where
 from .everywhere import everywhere
 
 _NOTHING = (
-    "No gradients were scaled. The script does its own loss scaling, has no model in "
-    "half precision (see --compute-dtype), or does not use MLX's gradient functions."
+    "No gradients were scaled. The script may do its own loss scaling, have no model "
+    "in half precision (see --compute-dtype), or not use MLX's gradient functions."
 )
 
 

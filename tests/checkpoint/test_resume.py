@@ -271,7 +271,7 @@ def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
     save_checkpoint(tmp_path, *run.parts)
     other = Run(optim.AdamW(1e-2, bias_correction=True))
     with pytest.warns(
-        UserWarning, match=r"schedules=\['learning_rate'\], but .* schedules=\[\]"
+        UserWarning, match=r"for \['learning_rate'\], but .* for \[\]"
     ) as w:
         restore_checkpoint(tmp_path, *other.parts)
     assert [warning.filename for warning in w] == [__file__]
@@ -299,7 +299,7 @@ def test_diverged_run_does_not_replace_a_good_checkpoint(place, masters, tmp_pat
         state["masters"]["layers.2.weight"] *= float("nan")
     else:
         state["optimizer"]["layers"][2]["weight"]["m"] *= float("nan")
-    with pytest.raises(ValueError, match=r"layers.2.weight.* contains NaN.*unchanged"):
+    with pytest.raises(ValueError, match=r"layers.2.weight.* contains NaN.*an earlier"):
         save_checkpoint(tmp_path / "run", *run.parts, step=3)
     assert restore_checkpoint(tmp_path / "run", *run.parts) == {"step": 2}
     assert mx.isfinite(layer.weight).all().item()

@@ -116,8 +116,8 @@ def test_parameters_with_the_same_dotted_path_are_refused():
         ({"list": [mx.ones(2)] * 3}, r"'list\.2', but no such parameter"),
         ({"list": mx.ones(2)}, "'list', but no such parameter"),
         ({"w": mx.ones(3)}, r"of 'w' has shape \(3,\)"),
-        ({"w": 1.0}, "'w' must be an array"),
-        ({"w": None}, "'w' must be an array"),
+        ({"w": 1.0}, "'w' must be an mx.array"),
+        ({"w": None}, "'w' must be an mx.array"),
         ([mx.ones(2)], "must be a dict"),
     ],
 )

@@ -97,7 +97,7 @@ def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(master
     optimizer = wrapped(optim.SGD(1.0), masters=masters)
     optimizer.init({"w": mx.ones(2)})
     half = {"w": mx.ones(2, mx.float16)}
-    with pytest.raises(ValueError, match=r"'w' has no master weight.* not .*float16"):
+    with pytest.raises(ValueError, match=r"'w' has no master weight.* not in half"):
         optimizer.apply_gradients(half, half)
     optimizer.init(half)
     optimizer.apply_gradients(half, half)
@@ -280,6 +280,8 @@ def test_state_of_another_number_of_optimizers_is_refused():
     saved, optimizer = multi(3), multi(2)
     saved.init(weights)
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match="is 3 in the state, but 2 in this"):
+    with pytest.raises(
+        ValueError, match="is for 3 inner optimizers, but this optimizer has 2"
+    ):
         optimizer.state = dict(tree_flatten(saved.state))
     assert bits(optimizer.state) == before

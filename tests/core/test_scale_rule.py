@@ -149,7 +149,7 @@ def test_scaler_field_beyond_its_bound_is_refused_by_name(name, value, error):
         ({"min_scale": 2.0**-65}, "min_scale must be between"),
         ({"max_scale": 2.0**65}, "max_scale must be between"),
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale 4.0 and max_scale 2.0"),
-        ({"hysteresis": 2, "backoff_interval": 2}, "not both"),
+        ({"hysteresis": 2, "backoff_interval": 2}, "cannot be combined"),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ def test_scale_works_in_float32_and_is_differentiable():
 
 @pytest.mark.parametrize("outputs", ["loss", 1.0, None, {"a": 1}, [mx.array(1.0), 2]])
 def test_scale_refuses_leaves_that_are_not_arrays(outputs):
-    with pytest.raises(TypeError, match="tree of arrays"):
+    with pytest.raises(TypeError, match="tree of mx"):
         GradScaler().scale(outputs)
 
 
@@ -58,7 +58,7 @@ def test_float16_loss_warns_once_and_backs_off_until_it_fits():
 
 
 def test_loss_that_is_not_an_array_is_refused_with_its_value():
-    with pytest.raises(TypeError, match="must return an array"):
+    with pytest.raises(TypeError, match=r"must return an mx\.array"):
         GradScaler().scale_loss(lambda: 1.0)()
 
 

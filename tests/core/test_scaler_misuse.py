@@ -45,7 +45,7 @@ def test_scaled_and_unscaled_gradients_are_not_mixed_in_one_scaler():
 
 
 def test_pytorch_device_argument_is_refused():
-    with pytest.raises(TypeError, match=r"has no device argument.*Omit"):
+    with pytest.raises(TypeError, match="has no device argument"):
         GradScaler("cuda")
     with pytest.raises(TypeError, match="device"):
         GradScaler(device="mps")
@@ -184,5 +184,5 @@ def test_scaler_missing_from_compile_inputs_raises_when_it_is_read():
 
     state = [model.state, optimizer.state]
     mx.compile(step, inputs=state, outputs=state)(*batch())
-    with pytest.raises(RuntimeError, match=r"pass scaler\.state to mx\.compile"):
+    with pytest.raises(RuntimeError, match=r"pass scaler\.state as both"):
         scaler.get_scale()

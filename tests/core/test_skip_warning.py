@@ -66,5 +66,5 @@ def test_streaks_of_49_skipped_steps_do_not_warn(kind):
 
 def test_scale_at_which_all_gradients_underflow_warns_with_advice():
     found = warnings_of(loop("wrapper"), [INF] * 40 + [1.0] * 70)
-    assert [text for _, text in found if "fallen to 6e-08" in text]
+    assert [text for _, text in found if "loss scale of 6e-08" in text]
     assert [text for _, text in found if "scaler.update(65536.0)" in text]

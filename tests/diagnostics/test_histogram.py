@@ -131,7 +131,7 @@ def test_histogram_of_a_tree_without_floating_leaves_is_empty():
 
 
 def test_gradient_histogram_refuses_wrong_trees_and_scales():
-    with pytest.raises(TypeError, match="tree of arrays"):
+    with pytest.raises(TypeError, match="tree of mx"):
         gradient_histogram({"w": 1.0})
     with pytest.raises(ValueError, match="positive"):
         gradient_histogram({"w": mx.ones(2)}, 0.0)

@@ -37,7 +37,7 @@ def test_check_file_refuses_paths_that_must_not_be_replaced(tmp_path):
     with pytest.raises(FileExistsError, match="--overwrite"):
         check_file(tmp_path / "old")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(OSError, match="is a pipe, a device or a folder"):
+        with pytest.raises(OSError, match="is not a regular file"):
             check_file(path, overwrite=True)
 
 

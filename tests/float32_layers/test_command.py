@@ -61,7 +61,7 @@ def test_float16_command_writes_no_file_without_an_overflow(run, tmp_path, capsy
 
 
 BAD = {
-    "no model": (["--model", "nowhere"], "must be a folder"),
+    "no model": (["--model", "nowhere"], "must be a local folder"),
     "no data": (["--data", "nowhere"], "has no train.jsonl"),
     "no batches": (["--batches", "0"], "--batches"),
     "margin": (["--margin", "0.5"], "margin must be finite and at least 1"),

@@ -219,9 +219,9 @@ def test_lora_run_resumes_only_with_compatible_flags(place, tmp_path, capsys):
     assert same[:3] == slower[:3]
     assert slower[3][1] > same[3][1]
     for flags, sentence in (
-        (("--batch-size", "4"), "but this one uses batch_size 4"),
-        (("--loss-scale", "128"), "but this one uses loss_scale 128.0"),
-        (("--loss-scale", "off"), "but this one uses loss_scale 1.0"),
+        (("--batch-size", "4"), "but this one has batch_size=4"),
+        (("--loss-scale", "128"), "but this one has loss_scale=128.0"),
+        (("--loss-scale", "off"), "but this one has loss_scale=1.0"),
     ):
         code, said = run("refused", "--iters", "4", "--resume", *flags)
         assert code == 1
