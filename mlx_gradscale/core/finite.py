@@ -66,7 +66,6 @@ def is_finite_magnitude(x: mx.array) -> mx.array:
 
 
 def _largest_bits(values: list[mx.array]) -> list[tuple[mx.Dtype, mx.array]]:
-    """Return, for each dtype, the dtype and the bits of the largest magnitude."""
     largest: dict[mx.Dtype, list[mx.array]] = {}
     for group in _groups(values):
         dtype = group[0].dtype

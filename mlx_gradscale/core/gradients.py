@@ -204,7 +204,6 @@ class Backward:
         return 1.0 / self._state["scale"]
 
     def _check_loss_dtype(self, loss: mx.array) -> None:
-        """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
                 "The loss is float16, so the backward pass overflows and steps are "
@@ -346,12 +345,13 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
-    """Unscale the arrays of a tree in place and return the tree."""
+    """Unscale a tree in place, except what is unscaled already, and return it."""
     tree = [gradients]  # a container even for a single array
     places = slots(tree)
     if any(isinstance(box, tuple) for _, box, _ in places):
         return unscale(gradients, inverse)
-    unscaled = leaves(unscale(tree, inverse))
+    places = [x for x in places if getattr(x[1][x[2]], "source", None) is None]
+    unscaled = unscale([box[key] for _, box, key in places], inverse)
     commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
     return tree[0]
 

@@ -181,8 +181,9 @@ def plan(
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
         split = split_paths(optimizer, gradients)
-        traced_for = list(arrays.gradients), inspected.scaled, split
-        run = autocompiled(make_run, optimizer, traced_for)
+        # Arrays are passed by position, so a state in another order is traced again.
+        order = [list(arrays.gradients), [where for where, *_ in places], split]
+        run = autocompiled(make_run, optimizer, (order, inspected.scaled))
         state, new = run(old, scheduled_values(optimizer), arrays)
     elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
         state, new = make_run()(optimizer, old, scheduled_values(optimizer), arrays)
@@ -307,7 +308,6 @@ def _step(
 def _unscaled(
     scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, mx.array]:
-    """Return the unscaled and clipped gradients, in float32."""
     inverse, clip = arrays.inverse, arrays.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
     factors = {True: _factors(optimizer, factor), False: _factors(optimizer, clip)}

@@ -84,7 +84,6 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
 
 
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """Return the unit of a remainder and its intermediate values."""
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), ()
     # One ulp, with the sign of the weight: adding 0.75 to 1.5 ulps rounds to the

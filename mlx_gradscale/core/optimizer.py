@@ -309,7 +309,7 @@ class LossScaleOptimizer(Optimizer):
             self._initialized = False  # init() keeps this state
 
     def _set_inner(self, state: dict[str, Any]) -> None:
-        # Write to the existing dicts, because compiled steps have captured them.
+        # Compiled steps have captured the dicts, and read arrays by position.
         states = state.get("states", [state])
         parts = list(single_optimizers(self.optimizer))
         if len(states) != len(parts):
@@ -318,7 +318,15 @@ class LossScaleOptimizer(Optimizer):
                 f"has {len(parts)}. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
-            part.state.update(own)
+            places = slots(part.state)
+            new = {path: box[key] for path, box, key in slots(own)}
+            if new.keys() == {path for path, _, _ in places}:
+                commit((box, key, new[path]) for path, box, key in places)
+            else:
+                for key in part.state.keys() - own.keys():
+                    if isinstance(part.state[key], CONTAINERS):
+                        del part.state[key]
+                part.state.update(own)
         # A saved list ends at its last array. init() adds entries for frozen layers.
         self._initialized = False
 
@@ -435,6 +443,9 @@ class _State(dict[str, Any]):
 
     owner: Optimizer
 
+    def __reduce__(self) -> Any:  # a copy is a plain dict
+        return dict, (dict(self),)
+
     def __missing__(self, key: str) -> Any:
         return next(single_optimizers(self.owner)).state[key]
 
@@ -456,9 +467,8 @@ def _check_norm(value: Any) -> None:
 
 
 def _check_same(path: str, here: mx.array, there: Any) -> None:
-    if there is None:
-        raise ValueError(f"The state has no {path!r}. {_SAME}")
-    _check_array(path, there)
+    if not isinstance(there, mx.array):
+        raise ValueError(f"The state has no array {path!r}. {_SAME}")
     # The saved bits may belong to a weight of the other half-precision dtype.
     is_cast = here.dtype != there.dtype and not path.startswith("written.")
     if here.shape != there.shape or is_cast:

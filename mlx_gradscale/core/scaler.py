@@ -433,7 +433,6 @@ class GradScaler:
         return applied
 
     def _writes(self, applied: mx.array | None, finite: mx.array | None) -> Writes:
-        """Return the writes to the state for a step, an update, or both."""
         changed = _advance(self._state, applied, finite)
         return [(self._state, name, value) for name, value in changed.items()]
 
@@ -524,13 +523,6 @@ class GradScaler:
         from ..state_files import load_state
 
         self.load_state_dict(load_state(path))
-
-    def __repr__(self) -> str:
-        try:
-            values = self.state_dict() or {"enabled": False}
-        except RuntimeError:  # inside mx.compile there are no values
-            return "GradScaler(state without values: see mx.compile)"
-        return f"GradScaler({', '.join(f'{k}={x}' for k, x in values.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self._stages:

@@ -31,13 +31,13 @@ class Leaf(NamedTuple):
 def walk(
     tree: Any, path: tuple[Any, ...] = (), found: list[tuple[Slot, Any]] | None = None
 ) -> list[tuple[Slot, Any]]:
-    """List every leaf of a tree or model, with its location."""
+    """List every leaf, with its location, except in private children of a model."""
     found = [] if found is None else found
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, CONTAINERS):
-            walk(value, (*path, key), found)
-        else:
+        if not isinstance(value, CONTAINERS):
             found.append((((*path, key), tree, key), value))
+        elif not (isinstance(tree, nn.Module) and str(key).startswith("_")):
+            walk(value, (*path, key), found)
     return found
 
 
