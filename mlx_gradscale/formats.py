@@ -127,7 +127,7 @@ def recognize(state: Mapping[str, Any]) -> str:
             return name
     raise ValueError(
         f"Cannot identify the scaler format from the keys {sorted(keys)[:20]}. Pass "
-        f"format=... to read_state(), one of {', '.join(FORMATS)}."
+        f"format=... to formats.read_state(), one of {', '.join(FORMATS)}."
     )
 
 
@@ -186,7 +186,7 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
     found |= _compute(name, values, found)
     for key in TORCH_KEYS.keys() - found.keys():
         missing = row.fields[key]
-        raise ValueError(f"This {name} scaler state has no {missing!r}. Check format=.")
+        raise ValueError(f"This {name} scaler state has no {missing!r}. Add its value.")
     guessed = [
         f"{key}={value!r}"
         for key, value in row.assumed.items()
@@ -194,9 +194,9 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
     ]
     if guessed:
         warnings.warn(
-            f"{name} does not save all settings, so its defaults are used: "
-            f"{', '.join(guessed)}. If the run used other values, set them in the "
-            "state dict of the GradScaler.",
+            f"This {name} scaler state does not contain all settings, so {name}'s "
+            f"defaults are used: {', '.join(guessed)}. If the run used other values, "
+            "set them in the state dict of the GradScaler.",
             FormatWarning,
             stacklevel=2,
         )

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             the process.
 
     Returns:
-        int: 0 on success, and 1 after an error, which is printed on one line.
+        int: The exit code: 0 on success, 1 after an error, 130 after Ctrl-C.
     """
     return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
 
@@ -161,7 +161,7 @@ def _shown(value: Any) -> Any:
 
 
 def render(found: dict[str, Any]) -> str:
-    """Format the description as text.
+    """Format the result of :func:`describe` as text.
 
     Example:
         >>> entry = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32"}

@@ -47,8 +47,8 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a file written by :func:`save_state` or ``torch.save``.
 
     Raises:
-        ValueError: If the file cannot be decoded, is too large to be the state of a
-            scaler, or does not contain a dict.
+        ValueError: If the file has an unknown suffix, cannot be decoded, is too large
+            to be the state of a scaler, or does not contain a dict.
     """
     suffix = _suffix(path)
     with open(path, "rb", opener=open_file) as file:
@@ -59,8 +59,8 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
         raise ValueError(
-            f"{os.fspath(path)} contains a {type(state).__name__}, not a dict. Save "
-            "the result of scaler.state_dict()."
+            f"{os.fspath(path)} contains a value of type {type(state).__name__}, not a "
+            "dict. Save the result of scaler.state_dict()."
         )
     return state
 
@@ -68,7 +68,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
     if len(data) > _LARGEST:
         raise ValueError(
-            "the file is too large to be the state of a GradScaler. If it is a whole "
+            "the file is too large to be the state of a GradScaler. If it is a PyTorch "
             "checkpoint, load its scaler with scaler.load_state_dict("
             'mlx_gradscale.torch_checkpoint.load(path)["scaler"]).'
         )

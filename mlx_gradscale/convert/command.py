@@ -36,8 +36,8 @@ _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
 _SECTIONS = ("model", "optimizer", "scaler")
 _HELP = {
-    "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
-    "Accelerate or Transformers' Trainer",
+    "--torch-path": "PyTorch checkpoint: a .pt or .safetensors file, or a checkpoint "
+    "folder of Accelerate or Transformers' Trainer",
     "--mlx-path": "MLX checkpoint folder, as written by save_checkpoint",
     "--like": "PyTorch checkpoint to use as the template for a run that was started "
     "in MLX; it must contain the same model",
@@ -58,7 +58,7 @@ _HELP = {
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
     "option runs code",
     "--overwrite": "overwrite existing files",
-    "--dry-run": "print the conversion without writing anything",
+    "--dry-run": "print the planned conversion without writing anything",
 }
 
 
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             the process.
 
     Returns:
-        int: 0 on success, 1 after an error, which is printed on one line, and 130 after
-        Ctrl-C. Invalid arguments exit with status 2.
+        int: The exit code: 0 on success, 1 after an error (printed on one line), 130
+        after Ctrl-C. Invalid arguments raise ``SystemExit`` with code 2.
     """
     return run_command(
         lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=LIMIT_FLAGS
@@ -85,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run "
         "--model my_model:Net",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
-        "and GradScaler state. Reads the path that exists and writes the other.",
+        "and GradScaler state. Reads the path that exists and writes the other; if "
+        "both exist, --to chooses the direction.",
     )
 
     def add(flag: str, **settings: Any) -> None:
@@ -117,7 +118,9 @@ def _pair(text: str) -> tuple[str, str]:
     # Split at the last "=": regular expressions may contain "=", but names do not.
     old, equals, new = text.rpartition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} must contain '='.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must contain '=' between its two parts."
+        )
     return old, new
 
 
@@ -141,8 +144,8 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
         return torch_checkpoint.Limits(**raised) if raised else None
     except (ValueError, TypeError, OverflowError):
         raise ConvertError(
-            f"--limit must be NAME=NUMBER, got {' '.join(given)}. The limits are "
-            f"{', '.join(_LIMITS)}."
+            f"--limit must be NAME=NUMBER, got {' '.join(given)}. NAME must be "
+            f"{' or '.join(_LIMITS)}."
         ) from None
 
 
@@ -184,7 +187,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Convert to an MLX checkpoint with a ``template.pt`` in its folder."""
+    """Convert a PyTorch checkpoint to an MLX checkpoint and a ``template.pt``."""
     path = arguments.mlx_path
     if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
@@ -195,7 +198,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     template, notes = run.template, run.notes
     others = [*template.age, *(template.files or ())]
     if others:
-        notes.append(f"{TEMPLATE} stores these entries unchanged: {list_some(others)}.")
+        notes.append(f"{TEMPLATE} keeps these parts unchanged: {list_some(others)}.")
     _print_notes(notes)
     if arguments.dry_run:
         print(_describe(template, arguments.torch_path, path))
@@ -233,8 +236,8 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():
         raise FileNotFoundError(
-            f"{like} does not exist. The conversion needs a template: use --like to "
-            "pass a PyTorch checkpoint of the same model."
+            f"{like} does not exist, and the conversion needs a template. Pass an "
+            "existing PyTorch checkpoint of the same model with --like."
         )
     template = read_template(like, model, options)
     target, dry_run = arguments.torch_path, arguments.dry_run
@@ -262,14 +265,15 @@ def _model(place: str | None) -> Any:
         made = made() if callable(made) and not isinstance(made, nn.Module) else made
         if isinstance(made, nn.Module):
             return made
-        problem = f"gives an object of type {type(made).__name__}"
+        problem = f"evaluates to an object of type {type(made).__name__}"
     except ConvertError:
         raise
     except (Exception, SystemExit) as error:  # users' code may raise anything
         problem = f"raised {type(error).__name__}: {error}"
     raise ConvertError(
         f"--model {place} {problem}. Pass an mlx.nn.Module or a function that returns "
-        "one, as MODULE:NAME, or the folder or config.json of an mlx-lm model."
+        "one, as MODULE:NAME, or the folder or config.json of an mlx-lm model (which "
+        "requires mlx-lm)."
     )
 
 
@@ -283,11 +287,9 @@ def _mlx_lm_model(path: Path) -> nn.Module:
     plain = str(kind).replace("-", "_").replace(".", "_")
     is_plain = isinstance(kind, str) and plain.isidentifier() and ".." not in kind
     if not is_plain or "model_file" in config:
-        raise ConvertError(
-            f"--model {path} has no valid model_type, or needs its own code "
-            "(model_file), which this command does not run. Pass the model as "
-            "MODULE:NAME."
-        )
+        problem = "needs its own code (model_file), which this command does not run"
+        problem = problem if is_plain else "has no valid model_type in its config"
+        raise ConvertError(f"--model {path} {problem}. Pass the model as MODULE:NAME.")
     from mlx_lm.utils import _get_classes
 
     model_class, arguments_class = _get_classes(config)

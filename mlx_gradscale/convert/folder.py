@@ -1,4 +1,4 @@
-"""Read and write PyTorch checkpoint files and Trainer and Accelerate folders."""
+"""Read and write PyTorch checkpoint files, and folders of Trainer and Accelerate."""
 
 import json
 import os
@@ -79,8 +79,8 @@ def read_torch(
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
     notes = [
-        "These files were left out, because they are hidden, too large, too many or "
-        f"not regular files: {list_some(left)}."
+        f"These files or folders were left out: {list_some(left)}. Only regular files "
+        f"that are not hidden are kept, up to {_MOST_FILES} files and 256 MiB in total."
     ]
     return dict(sorted(content.items())), files, notes if left else []
 
@@ -90,8 +90,8 @@ def _read_shards(
 ) -> dict[str, Any]:
     if len(parts) != int(parts[0][3]):
         raise ConvertError(
-            f"{parts[0][0]} is one of {parts[0][3]} shards, but the folder contains "
-            f"only {len(parts)} of them. Copy the missing shards into the folder."
+            f"{parts[0][0]} is one of {parts[0][3]} shards, but {path} contains "
+            f"{len(parts)}. Add missing shards, and remove those of other checkpoints."
         )
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -176,8 +176,8 @@ def write_torch(
     for name in checkpoint:  # a hostile template could write a train.py
         if name != TRAINER and not _SECTION.fullmatch(str(name)):
             raise ConvertError(
-                f"The template refers to {name!r}, which is not a file of a PyTorch "
-                "checkpoint. Use another template."
+                f"The template refers to {name!r}, which is not the name of a file in "
+                "a PyTorch checkpoint folder. Use another template."
             )
     there = [file.name for file in path.iterdir()] if path.is_dir() else []
     if there and not overwrite:

@@ -1,8 +1,8 @@
 """Read, check and update the parameter groups of an optimizer's state dict.
 
 A state dict identifies parameters by number or by name. torch.distributed may flatten
-the state dict (``state.<name>.<slot>``) or write the numbers as strings. In a template,
-a flattened state dict is nested.
+the state dict (``state.<name>.<slot>``) or write the numbers as strings. A template
+stores the nested form of a flattened state dict.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,19 +49,19 @@ class Group:
         return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
-        """Return whether PyTorch has no state for a parameter yet."""
+        """Return whether any of a parameter's slots is missing in PyTorch."""
         slots = self.slots(index)
         return any(slots.get(slot) is None for slot in self.spec.slots)
 
     def shape(self, index: Index) -> tuple[int, ...] | None:
-        """Return the shape of a parameter's moments, or None if it has none."""
+        """Return the shape of a parameter's moments, or None if there are none."""
         for slot, value in self.slots(index).items():
             if slot != "step" and is_tensor(value):
                 return tuple(value.shape)
         return None
 
     def write_slots(self, index: Index, slots: Mapping[str, Any]) -> None:
-        """Set slots of a parameter, and keep its other slots."""
+        """Update some slots of a parameter; the others are kept."""
         if slots:
             states = self.held.setdefault("state", {})
             key = type(next(iter(states), index))(index)  # a number or a string
@@ -75,7 +75,7 @@ class Group:
                 slots[slot] = TensorShape.of(slots[slot])
 
     def check_settings(self) -> None:
-        """Raise if a setting is missing or has the wrong type."""
+        """Raise if a setting is missing or invalid."""
         needed = ("lr", *self.spec.settings)
         for key in (*needed, *SCHEDULED):
             value = self.settings.get(key)
@@ -84,7 +84,7 @@ class Group:
                 is_right = len(pair) == 2 and all(map(_is_number, pair))
                 need(is_right, key, "two numbers", value)
             elif value is not None or key in needed:
-                need(_is_number(value), key, "a number", value)
+                need(_is_number(value), key, "a real number within 1e18", value)
 
 
 def is_nested(value: Any) -> bool:
@@ -111,7 +111,7 @@ def is_flat(value: Any) -> bool:
 
 
 def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
-    """Return the groups of a state dict in any layout, or raise if it is damaged.
+    """Return the groups of a nested or flat state dict, or raise if it is damaged.
 
     ``kind`` is the optimizer's class, if the user specified it.
     """
@@ -123,14 +123,15 @@ def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
         is_known = _is_index(index) and str(index) in known
         need(is_known, "each index in the state", "an element of params", index)
         is_right = isinstance(slots, dict) and _are_strings(slots)
-        need(is_right, f"the state of {index}", "a dict of slots", slots)
+        need(is_right, f"the state of {index}", "a dict with string keys", slots)
         step = slots.get("step")
         is_count = _is_number(step) and 0 <= number(step) < MOST_STEPS
         is_right = step is None or is_count
-        need(is_right, f"the step of {index}", "a step count", step)
+        need(is_right, f"the step of {index}", "a number from 0 to 2**53", step)
     # torch.distributed.checkpoint writes numbers as strings.
     by_text = {str(index): slots for index, slots in states.items()}
-    need(len(by_text) == len(states), "each index in the state", "unique", states)
+    is_right = len(by_text) == len(states)
+    need(is_right, "each index", "stored once (3 and '3' are equal)", states)
     slots = {slot for slots in states.values() for slot in slots}
     kind = recognize(groups, slots, kind)
     found = [Group(held, group, by_text, kind) for group in groups]
@@ -186,16 +187,16 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[str]:
     """
     indices: list[Any] = []
     for group in groups:
-        need(_are_strings(group), "each key of a group", "a string", group)
+        need(_are_strings(group), "each group", "a dict with string keys", group)
         params, names = group["params"], group.get("param_names", [])
         is_right = isinstance(params, (list, tuple)) and all(map(_is_index, params))
-        need(is_right, "params", "a list of indices or names", params)
+        need(is_right, "params", "a list of integers from 0 or of names", params)
         is_right = isinstance(names, (list, tuple)) and _are_strings(names)
         need(is_right, "param_names", "a list of names", names)
         indices += params
     known = set(map(str, indices))
     is_right = len(known) == len(indices) and len(set(map(type, indices))) < 2
-    need(is_right, "params", "distinct, and all numbers or all names", indices)
+    need(is_right, "params", "distinct integers or distinct names", indices)
     return known
 
 
@@ -220,9 +221,11 @@ def need(is_right: bool, where: str, what: str, value: Any) -> None:
     """Raise a ``ConvertError`` about the optimizer state unless ``is_right``."""
     if not is_right:
         is_large = isinstance(value, (dict, list, tuple))
-        shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)
+        shown = f"a {type(value).__name__} of length {len(value)}" if is_large else ""
+        if is_tensor(value):
+            shown = f"a tensor of shape {tuple(value.shape)}"
         raise ConvertError(
-            f"The optimizer state is damaged: {where} must be {what}, got {shown}. "
-            "Save it again in PyTorch, or leave it out with keys={'optimizer': ''} "
-            "(--optimizer-key '')."
+            f"The optimizer state is damaged: {where} must be {what}, got "
+            f"{shown or shorten(value, 60)}. Save it again in PyTorch, or leave it out "
+            "with keys={'optimizer': ''} (--optimizer-key '')."
         )

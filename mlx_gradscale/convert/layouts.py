@@ -1,7 +1,7 @@
 """Find the MLX layout of PyTorch tensors from a model's layers or its ``sanitize``.
 
 The models of mlx-lm have a ``sanitize`` method that converts weights from Transformers.
-This module calls ``sanitize`` with marked arrays to find the input of each output.
+This module calls ``sanitize`` with marked arrays to trace each output to its input.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,7 @@ class Entry:
         return mx.transpose(held[0], np.argsort(axes).tolist())
 
     def mlx_shapes(self, shape: Shape) -> list[Shape]:
-        """Return the MLX shapes of a PyTorch shape, or that shape if none fits."""
+        """Return the MLX shapes, or the PyTorch shape if the layout does not apply."""
         if self.layout == FUSED:
             is_fused = shape and shape[0] % 3 == 0
             return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]
@@ -149,10 +149,7 @@ def try_sanitize(
 def probe_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> dict[str, tuple[str, str]]:
-    """Return the new name and layout of each tensor that ``sanitize`` keeps.
-
-    Raise if it does more than rename and transpose.
-    """
+    """Return new names and layouts, or raise if ``sanitize`` does more than that."""
     marks = {name: _APART * (2 * i + 1) for i, name in enumerate(shapes)}
     names = {mark: name for name, mark in marks.items()}
     marked = {name: _mark(marks[name], shape) for name, shape in shapes.items()}
@@ -175,7 +172,7 @@ def probe_sanitize(
 
 
 def _mark(mark: int, shape: Shape) -> mx.array:
-    """Return an array with ``mark`` at index 0, and ``mark + a + 1`` at 1 on axis a.
+    """Return an array with ``mark`` at the origin and ``mark + a + 1`` next on axis a.
 
     The array is a view of a small buffer, with strides 1, 2, 3 and so on.
     """

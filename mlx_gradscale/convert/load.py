@@ -58,8 +58,8 @@ def load_torch(
     Args:
         path (str): A ``.pt`` or ``.safetensors`` file, or a checkpoint folder of
             Accelerate or Transformers' Trainer.
-        model (nn.Module): The model to load the weights into. Every name and shape must
-            match.
+        model (nn.Module): The model to load the weights into. Its names and shapes must
+            match the checkpoint's, after conversion to MLX.
         options (Options, optional): Settings that the checkpoint does not contain.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
             for ``mlx.optimizers``, to replace the checkpoint's rate. If PyTorch's
@@ -75,7 +75,7 @@ def load_torch(
 
     Returns:
         TorchRun: The optimizer, the scaler and the template. The optimizer computes the
-        same updates as PyTorch's optimizer.
+        same updates as PyTorch's, except for rounding and ``options.accept``.
 
     Raises:
         ConvertError: If the checkpoint does not match the model or cannot be converted.
@@ -112,7 +112,7 @@ def load_torch(
             scaler = optimizer.scaler
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"
-        raise ConvertError(f"{path} has no optimizer state. Do not pass {what}=.")
+        raise ConvertError(f"No optimizer is loaded from {path}. Do not pass {what}=.")
     restore = remember(model)
     try:
         _fill(model, optimizer, template, learning_rate is not None)
@@ -156,8 +156,8 @@ def _load_optimizer(
     if missing:
         raise ConvertError(
             "The PyTorch optimizer has no state for trainable parameters of the MLX "
-            f"model: {list_some(missing)}. Freeze them with model.freeze() before "
-            "loading."
+            f"model: {list_some(missing)}. Freeze them in MLX before loading, for "
+            "example with layer.freeze()."
         )
     kept = ("learning_rate",) if keep_rate else ()
     state = [(k, x if k.split(".")[-1] in kept else flat[k]) for k, x in own.items()]
@@ -168,10 +168,7 @@ def _load_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Load weights in the model's dtypes.
-
-    Return the names of rounded weights that have no master weight.
-    """
+    """Load weights in the model's dtypes; return the rounded ones without a master."""
     own = dict(tree_flatten(model.parameters()))
     cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
     infinite = [

@@ -57,9 +57,9 @@ def bare_name(name: str) -> str:
 
 
 def from_peft(name: str) -> tuple[str, str]:
-    """Return mlx-lm's name and layout for a PEFT tensor; other names are unchanged.
+    """Return mlx-lm's name and layout for a PEFT tensor; other names lose a prefix.
 
-    PEFT stores A as (rank, in) and B as (out, rank), mlx-lm (in, rank) and (rank, out).
+    PEFT stores A as (rank, in) and B as (out, rank). mlx-lm transposes both.
     """
     name = name.removeprefix(_PEFT)
     found = _ADAPTER.fullmatch(name)
@@ -136,9 +136,9 @@ def _notes(plan: Plan, tensors: Mapping[str, mx.array], model: nn.Module) -> lis
         )
     rounded = [n for n in plan.entries if tensors[n].dtype == mx.float64]
     if rounded:
-        notes.append(f"Rounded from float64 to float32: {list_some(rounded)}.")
+        notes.append(f"Tensors rounded from float64 to float32: {list_some(rounded)}.")
     grouped = [
-        name or "The model"
+        name or "the model itself"
         for name, layer in model.named_modules()
         if isinstance(layer, nn.GroupNorm)
         and not layer.pytorch_compatible
@@ -156,8 +156,8 @@ def _matches(pattern: str, names: Collection[str]) -> list[str]:
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
         raise ConvertError(
-            f"The pattern {pattern!r} matches no tensor. The checkpoint has "
-            f"{list_some(names)}."
+            f"The pattern {pattern!r} matches no tensor. Use a pattern for the PyTorch "
+            f"names, which are {list_some(names)}."
         )
     return found
 
@@ -227,23 +227,24 @@ def _entry(
     layout = layout or target.layout
     entry = Entry(name, target.mlx, layout or "same")
     wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)
-    others = [replace(entry, layout=kind) for kind in ("conv", "conv_transpose")]
-    if not layout and wanted in [other.mlx_shapes(tensor.shape) for other in others]:
+    others = [replace(entry, layout=x) for x in ("same", "conv", "conv_transpose")]
+    fits = [x.layout for x in others if x.mlx_shapes(tensor.shape) == wanted]
+    if not layout and {*fits} - {"same"}:
         raise ConvertError(
             f"{name} has shape {tensor.shape} in PyTorch and {wanted[0]} in the MLX "
-            "model. It belongs to a custom layer, so its layout is unknown. Choose one "
-            f"with layouts=... (--layout {name}=conv, {name}=conv_transpose or "
-            f"{name}=same)."
+            "model. It belongs to a custom layer, so its layout is unknown. Pass it "
+            f"with layouts=... (--layout {' or '.join(f'{name}={x}' for x in fits)})."
         )
     if made != wanted:
-        hint = ""
+        hint = "Create the MLX model with the sizes of the PyTorch model."
         if tensor.shape[::-1] == wanted[0]:
-            hint = " If PyTorch stores it as (in, out), pass layouts=... (--layout "
+            hint = "If PyTorch stores it as (in, out), pass layouts=... (--layout "
             hint += f"{name}=transpose)."
+        moved = f", or {made[0]} in MLX's layout ({layout}),"
+        moved = moved if made[0] != tensor.shape else ","
         raise ConvertError(
-            f"{name} has shape {tensor.shape}, or {made[0]} in MLX's layout "
-            f"({entry.layout}), but {' and '.join(target.mlx)} in the MLX model has "
-            f"shape {wanted[0]}.{hint}"
+            f"{name} has shape {tensor.shape} in PyTorch{moved} but the MLX model has "
+            f"shape {wanted[0]} for {' and '.join(target.mlx)}. {hint}"
         )
     return entry
 
@@ -256,8 +257,8 @@ def _check_names(
         for name in entry.mlx:
             if name in taken:
                 raise ConvertError(
-                    f"{taken[name]} and {entry.torch} would both become {name}. Change "
-                    "rename=... (--rename) so that the names stay distinct."
+                    f"{taken[name]} and {entry.torch} would both become {name}. Rename "
+                    "one with rename=... (--rename), or drop it with drop=... (--drop)."
                 )
             taken[name] = entry.torch
     wanted = {n for target in known.values() for n in target.mlx}
@@ -277,8 +278,9 @@ def _check_names(
     if missing:
         problems.append(f"The checkpoint has no tensor for {list_some(missing)}.")
     if problems:
+        drop = ", or ignore them with drop=... (--drop)" if lost else ""
         raise ConvertError(
             f"{' '.join(problems)} Rename tensors with rename=... (--rename; "
-            "'^net[.]=' removes a prefix), or ignore them with drop=... (--drop). "
+            f"'^net[.]=' removes a prefix){drop}. "
             "Recurrent layers and parametrized or pruned weights cannot be converted."
         )

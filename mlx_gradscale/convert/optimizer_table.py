@@ -53,10 +53,10 @@ _MAXIMIZE = {
 }
 _REFUSED_ADAM = _MAXIMIZE | {
     "amsgrad": "MLX does not track the largest second moment",
-    "bias_correction": "PyTorch always corrects the bias, so the two differ in the "
-    "first few thousand steps. For new MLX runs, pass bias_correction=True",
+    "bias_correction": "PyTorch always corrects the bias, so the two differ "
+    "until its effect fades. For new MLX runs, pass bias_correction=True",
 }
-_L2 = {"weight_decay": "MLX does not add weight_decay * w to the gradient (L2)"}
+_L2 = {"weight_decay": "MLX's version does not add weight_decay * w to the gradient"}
 _CAUTIOUS = "MLX's Lion has no cautious masking"
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
@@ -154,14 +154,15 @@ def recognize(
     if name is None and fits == ["Adam", "AdamW"]:
         return _adam_or_adamw(groups)
     what = f"does not belong to {name}" if name else "has an unknown format"
+    advice = f"Supported optimizers are {', '.join(OPTIMIZERS)}."
+    if fits:
+        advice = f"Pass optimizer=... (--optimizer) with {' or '.join(fits)}."
     raise ConvertError(
-        f"The optimizer state {what}. Its param_groups have the keys "
-        f"{list_some(sorted(groups[0]), 20)}, and the state of its parameters has the "
-        f"keys {list_some(sorted(held), 20) or 'none'}. Supported optimizers are "
-        f"{', '.join(OPTIMIZERS)}; pass optimizer=... (--optimizer) only to choose "
-        "between Adam and AdamW. To convert the model alone, pass "
-        "keys={'optimizer': ''} (--optimizer-key ''); the optimizer's state is then "
-        "written back to PyTorch unchanged."
+        f"The optimizer state {what}: the keys of its first parameter group are "
+        f"{list_some(sorted(groups[0]), 20)}, and those of its parameters' state are "
+        f"{list_some(sorted(held), 20) or 'none'}. {advice} To convert the model "
+        "alone, pass keys={'optimizer': ''} (--optimizer-key ''); the optimizer's "
+        "state is then written back to PyTorch unchanged."
     )
 
 
@@ -209,7 +210,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Map sentences on unsupported settings that are on to the settings' names."""
+    """Describe each unsupported setting that is on: a sentence -> its name."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)
@@ -220,9 +221,9 @@ def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list
     """Raise unless all differences are accepted; return them as notes."""
     bad = {text: key for text, key in found.items() if key not in accept}
     if bad:
-        keys = ", ".join(dict.fromkeys(bad.values()))
+        keys = [*dict.fromkeys(bad.values())]
         raise ConvertError(
             f"{' '.join(bad)} To convert anyway and ignore the difference, pass "
-            f"accept=... (--accept) with: {keys}."
+            f"accept={keys} ({' '.join(f'--accept {key}' for key in keys)})."
         )
     return list(found)

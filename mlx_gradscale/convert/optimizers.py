@@ -52,8 +52,8 @@ def plan_groups(
         found |= differences(spec, group.kind, settings)
         known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
         found |= {
-            f"The optimizer's groups have the key {key!r}, which PyTorch's "
-            f"{group.kind} does not have. This may be a different optimizer.": key
+            f"The parameter groups have the key {key!r}, which {group.kind} does not "
+            "have, so this may be a different optimizer.": key
             for key in settings
             if key not in known
         }
@@ -70,15 +70,15 @@ def plan_groups(
     ]
     if fresh:
         notes.append(
-            f"PyTorch has no optimizer state for {list_some(fresh, 3)}, so their "
-            "moments start at zero. If they were frozen in PyTorch, freeze them in the "
-            "MLX model before loading."
+            f"PyTorch has no optimizer state for {list_some(fresh, 3)}. The moments of "
+            "these parameters start at zero. If they were frozen in PyTorch, freeze "
+            "them in the MLX model before loading."
         )
     steps = {g.kind: g.step for g in groups if not g.spec.has_step and not g.step}
     if steps:
         notes.append(
             f"{', '.join(sorted(steps))} saves no step count, so MLX starts at step 0. "
-            "If a schedule depends on the step, set optimizer.state['step']."
+            "If you pass a schedule, set state['step'] of each MLX optimizer."
         )
     return notes
 
@@ -94,7 +94,7 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
             raise ConvertError(
                 "The parameters of a group are at different steps "
                 f"({list_some(shown)}), but MLX has one step count per optimizer. Put "
-                "them in separate parameter groups in PyTorch."
+                "each step count in its own parameter group in PyTorch."
             )
         known.append(counts)
     every = {step for counts in known for step in counts}
@@ -104,7 +104,7 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
 
 
 def _set_prefixes(groups: Sequence[Group]) -> None:
-    """Make groups that differ in update rule, schedule or step separate optimizers."""
+    """Make each group an optimizer if any differ in update rule, schedule or step."""
     rules = []
     for group in groups:
         schedule = [number(group.settings.get(key)) for key in SCHEDULED]
@@ -152,9 +152,8 @@ def to_torch(
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
-            f"The MLX optimizer has {len(settings)} part(s), but PyTorch's parameter "
-            f"groups ({len(groups)}) require {wanted}. Create it with load_torch() or "
-            "build_optimizer()."
+            f"The MLX run has {len(settings)} optimizer(s), but the template needs "
+            f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
@@ -163,13 +162,16 @@ def to_torch(
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
-                f"The MLX optimizer's {prefix}step must be a step count, got {step}."
+                f"{prefix}step in the MLX optimizer's state must be from 0 to 2**53, "
+                f"got {step:g}. Set it to the number of steps taken."
             )
         if used["class"] != group.spec.mlx.__name__:
+            is_adam = {used["class"], group.kind} == {"Adam", "AdamW"}
+            choice = ", or choose the class with optimizer=... (--optimizer)" * is_adam
             raise ConvertError(
-                f"The MLX optimizer is {used['class']}, but the template contains "
-                f"{group.kind}. Use a PyTorch checkpoint of the same optimizer as the "
-                "template, or leave the optimizer out."
+                f"The MLX optimizer is {used['class']}, but the template's optimizer "
+                f"is {group.kind}. As the template, pass a PyTorch checkpoint of a run "
+                f"with {used['class']}{choice}."
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
@@ -182,8 +184,8 @@ def to_torch(
     notes = check_differences(found, accept)
     if rates:
         notes.append(
-            "MLX's learning rate schedule is not converted. The learning rate in "
-            f"PyTorch is {', '.join(rates)}."
+            "MLX's learning rate schedule is not converted. The PyTorch checkpoint "
+            f"contains its current value: {', '.join(rates)}."
         )
     return notes
 
@@ -198,7 +200,7 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
     if key not in flat:
         raise ConvertError(
             f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
-            "trainable_parameters()) or take a step first."
+            "trainable_parameters()) or take a step before saving."
         )
     # A schedule may have left a Python number in the state.
     value = flat[key]
@@ -215,8 +217,8 @@ def _torch_slots(
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(isinstance(old.get(slot), TensorShape) for slot in slots):
             raise ConvertError(
-                f"The MLX optimizer has no state for {entry.mlx[0]}, but the PyTorch "
-                "optimizer does. Pass the optimizer that you trained with."
+                f"The MLX optimizer has no state for {entry.mlx[0]}, and the template "
+                "does not contain PyTorch's. Use the optimizer that you trained with."
             )
         return {}
     new = {
@@ -289,9 +291,9 @@ def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
     if not isinstance(given, (list, tuple)) and is_shared:
         given = [given] * len(groups)
     if not isinstance(given, (list, tuple)) or len(given) != len(groups):
+        what = f"a list of {len(groups)} numbers or schedules, one per optimizer"
+        what = what if len(groups) > 1 else "a number or a schedule"
         raise ValueError(
-            f"learning_rate must be a list of {len(groups)} numbers or schedules, one "
-            f"for each part of the MLX optimizer, got {given!r}. PyTorch's learning "
-            f"rates are {own}."
+            f"learning_rate must be {what}, got {given!r}. In PyTorch, it is {own}."
         )
     return [*given]

@@ -24,11 +24,11 @@ class Options:
             them.
         keys (dict): Maps ``"model"``, ``"optimizer"`` and ``"scaler"`` to their paths
             in the checkpoint, such as ``"optimizer_states/0"``. Separate the paths of
-            several optimizers by commas. ``""`` leaves out the optimizer or the scaler.
+            several optimizers with commas. ``""`` omits the optimizer or the scaler.
         names (tuple): The PyTorch names of the optimizer's parameters, in the order of
             its parameter groups.
         optimizer (str): The optimizer's class, such as ``"AdamW"``. By default, it is
-            inferred from the keys of the optimizer's state.
+            inferred from the optimizer's state dict.
         accept (tuple): Names of optimizer settings to ignore although PyTorch and MLX
             differ in them. The error about a difference names the setting.
         limits (Limits): Limits on memory and work, shared by all files of the

@@ -75,11 +75,11 @@ class Order:
         found = [self.plan.tied.get(fit[0], fit[0]) for fit in fits if len(fit) == 1]
         count = len(self.indices)
         if not len(given) == len(found) == len({*found}) == count:
-            what = f" Not found in the model: {list_some(wrong)}." if wrong else ""
+            what = f" No match or no unique match: {list_some(wrong)}." if wrong else ""
             raise ConvertError(
-                f"There are {len(given)} names, {len({*found})} of them distinct names "
-                f"in the model, but the optimizer has {count} parameters.{what} "
-                f"{_advice(len(given) > count)}"
+                f"The optimizer has {count} parameters, but its list of names has "
+                f"{len(given)} entries, which match {len({*found})} different tensors "
+                f"of the model.{what} {_advice(len(given) > count)}"
             )
         return found
 
@@ -135,7 +135,7 @@ class Order:
                 work += len(dealt) * (1 + len(options))
                 if work > _MOST_WORK:
                     raise ConvertError(
-                        "Too many orders of the parameters are possible. "
+                        "Too many orders of the optimizer's parameters are possible. "
                         f"{_advice(may_skip)}"
                     )
                 for step, linked in options:
@@ -146,9 +146,9 @@ class Order:
         if ways != 1:
             raise ConvertError(
                 f"{'More than one' if ways else 'No'} order of the model's "
-                f"{len(names)} tensors matches the optimizer's {len(self.indices)} "
-                f"parameters. {_advice(may_skip)} A flat state, as DeepSpeed and "
-                "fairseq save it, cannot be converted. Leave it out with "
+                f"{len(names)} tensors matches the shapes of the optimizer's "
+                f"{len(self.indices)} parameters. {_advice(may_skip)} The flat states "
+                "of DeepSpeed and fairseq cannot be converted. Leave them out with "
                 "keys={'optimizer': ''} (--optimizer-key '')."
             )
         found = [""] * len(self.indices)
@@ -174,7 +174,7 @@ class Order:
         return [
             "The optimizer does not store the names of its parameters, so the order of "
             f"{order} was used. {list_some(alike, 3)} have equal shapes. If the "
-            "optimizer was created with another order, their moments are now swapped. "
+            "optimizer was created with another order, their moments may be swapped. "
             f"{_advice()}"
         ]
 
@@ -184,6 +184,6 @@ def _advice(some_are_left: bool = False) -> str:
     return (
         "Create the PyTorch optimizer with model.named_parameters() before saving, or "
         "pass the names in the optimizer's order, group by group, with names=... "
-        "(--names FILE). PyTorch lists them with "
+        "(--names FILE). For an optimizer of model.parameters(), they are "
         f"[name for name, p in model.named_parameters(){which}]."
     )

@@ -107,8 +107,8 @@ def read_template(
         like = from_object(checkpoint)
     if replace(options, accept=(), limits=None) != Options():
         raise ConvertError(
-            "The template already determines names, layouts and keys. Pass only "
-            "accept (--accept) and limits (--limit), or pass the PyTorch checkpoint as "
+            "The template already determines the other options. Pass only accept "
+            "(--accept) and limits (--limit), or pass the PyTorch checkpoint itself as "
             "like=... (--like)."
         )
     return like
@@ -122,7 +122,7 @@ def write_template(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Write a template with a run's values; return notes and notes on stale entries."""
+    """Write a template filled with a run's values; return notes and stale notes."""
     with unchanged(template.checkpoint):
         notes, stale = _fill(template, run, accept)
         if not dry_run:
@@ -159,7 +159,7 @@ def gather(
 def unwrap(saved: Checkpoint) -> Checkpoint:
     """Return a checkpoint with master weights in place of half-precision ones.
 
-    The state and settings are the inner optimizer's. Without one, both are empty.
+    The state and settings are the inner optimizer's, and empty without an optimizer.
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
@@ -196,8 +196,8 @@ def _fill(
             parent = get(template.checkpoint, path[:-1])
             if isinstance(parent, tuple):
                 raise ConvertError(
-                    "The template's optimizer state is in a tuple and cannot be left "
-                    "out. Pass the optimizer."
+                    "The run has no optimizer, and the template's optimizer state "
+                    "cannot be removed from its tuple. Pass the optimizer."
                 )
             del parent[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
@@ -205,15 +205,15 @@ def _fill(
         notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)
     elif settings:
         notes.append(
-            "The template has no optimizer state to update, so the state of the MLX "
-            "optimizer is not written."
+            "The template has no optimizer state, or keys leave it out, so the state "
+            "of the MLX optimizer is not written."
         )
     if run.scaler and sections.scaler is not None:
         notes += _fill_scaler(get(template.checkpoint, sections.scaler), run.scaler)
     elif run.scaler:
         notes.append(
-            "The template has no scaler state to update, so the state of the MLX "
-            "scaler is not written."
+            "The template has no scaler state, or keys leave it out, so the state of "
+            "the MLX scaler is not written."
         )
     for group in template.groups:
         flatten(group.held)
@@ -277,8 +277,8 @@ def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
 def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
-    ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. They
-    change only if the template's ``global_step`` equals its optimizer's step count. The
+    ``train(resume_from_checkpoint=...)`` uses them to skip training data. They change
+    only if the template's ``global_step`` equals its optimizer's step count. The
     two differ after skipped steps, or if the user has set ``global_step``.
     """
     state = trainer_state(checkpoint)

@@ -76,10 +76,10 @@ def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
     loose = [path for path in loose if id(get(checkpoint, path)) not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
-            f"{show(loose[0])} looks like an optimizer state, but is not a "
-            "state_dict() with state and param_groups. Save optimizer.state_dict(), or "
-            "leave it out with keys={'optimizer': ''} (--optimizer-key ''); it is then "
-            "written back to PyTorch unchanged."
+            f"{show(loose[0]) or 'The file'} looks like an optimizer state, but is not "
+            "a state_dict() with state and param_groups. Save optimizer.state_dict() "
+            "in PyTorch, or leave it out with keys={'optimizer': ''} (--optimizer-key "
+            "''); it is then written back to PyTorch unchanged."
         )
     others = [path for path in there["model"] if path != model] + loose
     shown = [*map(show, others), *_masters(checkpoint, model)]
@@ -158,8 +158,8 @@ def _check_single(section: str, paths: list[Path]) -> None:
         raise ConvertError(
             f"The checkpoint contains {len(paths)} {section}s: "
             f"{list_some(map(show, paths))}. Choose one with keys={{'{section}': ...}} "
-            f"(--{section}-key). To move several models, convert them one by one, and "
-            "use the output of each as the template (--like) of the next."
+            f"(--{section}-key). To convert several models, convert them one by one; "
+            "on the way back, use each output as the template (--like) for the next."
         )
 
 
@@ -176,7 +176,7 @@ def _choose_model(checkpoint: Any, there: Mapping[str, list[Path]]) -> Path:
             raise ConvertError(f"{show(path) or 'The file'} {what}")
     names = list_some(checkpoint) if isinstance(checkpoint, dict) else ""
     raise ConvertError(
-        f"The checkpoint contains no model. Its keys are {names or 'none'}. Pass the "
+        f"No model was found in the checkpoint. Its keys: {names or 'none'}. Pass the "
         "model's key with keys={'model': ...} (--model-key). If the model is in "
         "another file, copy both files into one folder, as model.safetensors (or "
         "model.pt) and optimizer.pt, and pass the folder. To load only a scaler, use "
@@ -193,8 +193,8 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "scaler": isinstance(value, dict) and formats.is_state(value),
     }
     if not fits.get(section):
-        what = f"is not the state dict of the {section}. To list the contents of the "
-        what = _whole_module(value) or f"{what}checkpoint, run mlx_gradscale inspect."
+        what = f"does not lead to the {section}'s state dict. To list the contents of "
+        what = _whole_module(value) or f"{what}the file, run mlx_gradscale inspect."
         raise ConvertError(f"keys={{{section!r}: {key!r}}} (--{section}-key) {what}")
     return path
 

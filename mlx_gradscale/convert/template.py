@@ -82,7 +82,7 @@ class Template:
         return {name: x for name, x in held.items() if is_tensor(x)}
 
     def weights(self) -> dict[str, mx.array]:
-        """Return the MLX weights."""
+        """Return the model's weights as MLX arrays, by their MLX names."""
         return self.plan.to_mlx(self.tensors())
 
     def optimizer_state(self) -> dict[str, mx.array]:
@@ -165,8 +165,8 @@ def make_template(
     found = find_sections(checkpoint, options.keys)
     if model is None:
         raise ConvertError(
-            "The MLX model is missing. It determines names, layouts and shapes. Pass "
-            "--model."
+            "The MLX model, which determines names, layouts and shapes, is missing. "
+            "Pass it (--model)."
         )
     template = Template(checkpoint, files, options, found)
     tensors = template.tensors()
@@ -288,6 +288,6 @@ def build_optimizer(
         like = from_object(found)
     if not like.groups:
         raise ConvertError(
-            "The template has no optimizer state. Create the optimizer yourself."
+            "The template has no optimizer to build. Create one with mlx.optimizers."
         )
     return optimizers.build(like.groups, learning_rate)

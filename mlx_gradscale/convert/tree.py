@@ -26,14 +26,14 @@ def is_tensor(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a one-element array or a numpy scalar as a Python number."""
+    """Convert a one-element array or a numpy scalar to a Python number."""
     if isinstance(value, mx.array):
         return value.item() if value.size == 1 else value
     return plain_value(value)
 
 
 def items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys and values of a dict, or the indices and items of a list."""
+    """Return the keys and values of a dict, or the indices and items of a sequence."""
     return value.items() if isinstance(value, dict) else enumerate(value)
 
 
@@ -42,9 +42,8 @@ def walk(
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each container, tensor and placeholder.
 
-    Containers come before their contents, and shared ones only once. With ``leaves``,
-    all other values are yielded as well. Containers whose ``id`` the caller adds to
-    ``seen`` are skipped.
+    Containers come before their contents, and shared ones only once. ``leaves`` adds
+    all other values. Containers whose ``id`` the caller adds to ``seen`` are skipped.
     """
     seen = set() if seen is None else seen
     left: list[tuple[Path, Any]] = [((), tree)]
@@ -132,10 +131,7 @@ def match_type(value: Any, old: Any) -> Any:
 
 
 def fingerprint(value: Any) -> str:
-    """Return a hash of the numbers, strings and small tensors in a value.
-
-    Tensors of more than 4096 elements contribute only their shape and dtype.
-    """
+    """Return a hash of a value; large tensors contribute only shape and dtype."""
     digest = hashlib.sha256()
     for path, item in walk(value, 100, leaves=True):
         shown = ""

@@ -6,7 +6,7 @@ returns the same object without reading tensors, and ``save`` writes files that
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. With the default ``Limits``,
-a file takes at most 30 s and 1 GB in addition to the tensors that it actually contains.
+a file takes at most about 30 s, and 1 GB beyond the tensors that it actually contains.
 The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
 read; ``--limit`` raises it. Checksums are verified; pipes and devices are refused.
 

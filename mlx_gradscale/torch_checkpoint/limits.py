@@ -47,8 +47,8 @@ class Limits:
         self.tensor_bytes -= tensor_bytes
         check(
             self.tensor_bytes >= 0,
-            "the tensors take more bytes than four times the size of the file plus the "
-            "limit. If you trust the file, raise limits.tensor_bytes.",
+            "the tensors take more bytes than four times the size of the files plus "
+            "limits.tensor_bytes. If you trust the file, raise the limit.",
         )
 
 

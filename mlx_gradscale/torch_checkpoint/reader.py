@@ -128,7 +128,7 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
     )
 
     def find(name: str) -> Record:
-        problem = f"The file is damaged: it has no record {name[:80]!a}."
+        problem = f"The file has no record {name[:80]!a}. Copy or save it again."
         check(folder + name in entries, problem)
         return _record(data, entries[folder + name])
 
@@ -146,7 +146,7 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
     )
     stream = io.BytesIO(read("data.pkl"))
     value = Unpickler(stream, tensors).read()
-    problem = "The file is damaged: there is data after the end of the pickle."
+    problem = "There is data after the end of the pickle. Copy the file again."
     check(not stream.read(1), problem)
     return value, lambda key: find(f"data/{key}")
 
@@ -178,7 +178,7 @@ def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]
         ) from None
     entries = {info.filename: info for info in infos}
     is_unique = len(entries) == len(infos)
-    check(is_unique, "The file is damaged: it has two records of the same name.")
+    check(is_unique, "The file has two records of the same name. Save it again.")
     return entries
 
 
@@ -215,12 +215,12 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     for expected in (_MAGIC, _VERSION, None, None, None):
         values.append(Unpickler(stream, tensors).read())
         is_known = type(values[-1]) is int and values[-1] == expected
-        check(is_known or not expected, "This pickle is not a PyTorch checkpoint.")
+        check(is_known or not expected, "torch.save() did not write this pickle.")
     *_, value, keys = values
     is_list = type(keys) is list and all(type(key) is str for key in keys)
     check(
         is_list and sorted(keys) == sorted(tensors.storages),
-        "The file is damaged: its list of storages does not match the tensors.",
+        "The file is damaged: its storages do not match its tensors. Copy it again.",
     )
     records, at = {}, stream.tell()
     for key in keys:
@@ -228,7 +228,7 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
         records[key] = Record(at + 8, storage.nbytes, None)
         fits = count == storage.numel and at + 8 + storage.nbytes <= data.nbytes
-        check(fits, "The size of a storage does not match its tensors.")
+        check(fits, "The file is damaged: a storage has the wrong size. Copy it again.")
         at += 8 + storage.nbytes
-    check(at == data.nbytes, "The file is damaged: it has data after the last storage.")
+    check(at == data.nbytes, "The file has data after the last storage. Copy it again.")
     return value, records.__getitem__

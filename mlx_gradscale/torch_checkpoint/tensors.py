@@ -125,7 +125,7 @@ class TensorReader:
         )
         storage = Storage(key, dtype, numel)
         is_same = self.storages.setdefault(key, storage) == storage
-        check(is_same, "tensors of different types share a storage.")
+        check(is_same, "tensors of different types share a storage. Clone them first.")
         return storage
 
     def tensor(
@@ -148,7 +148,7 @@ class TensorReader:
             is_dtype = rest[0].module == "torch" and rest[0].is_name
             dtype, metadata = rest[0].name if is_dtype else None, rest[1:] and rest[1]
         if dtype is None:
-            raise CheckpointError("the dtype of a tensor is missing or unknown.")
+            raise CheckpointError("a tensor has no known dtype. Save the file again.")
         size = _item_size(dtype)
         _check_view(storage.nbytes // size, offset, shape, strides)
         advice = "Call .resolve_conj() and .resolve_neg() in PyTorch and save again."
@@ -197,10 +197,9 @@ class TensorReader:
             return mx.as_strided(values, shape, strides, start)
 
     def read(self, find: Callable[[str], Record]) -> None:
-        """Read the data of the tensors, unless only their shapes are needed.
+        """Read the tensors' data from the records that ``find`` returns for storages.
 
-        Args:
-            find (callable): Takes the key of a storage and returns its record.
+        If only shapes are needed, nothing is read.
         """
         if self._only_shapes:
             return
@@ -230,12 +229,12 @@ class TensorReader:
                 else:
                     # Copying from the mapped file would also keep its pages in memory.
                     n_read = os.preadv(self._descriptor, [piece.data], start)
-                    problem = "The file became shorter while it was read."
+                    problem = "The file became shorter while it was read. Try again."
                     check(n_read == piece.nbytes, problem)
                 found = zlib.crc32(piece.data, found)
             check_sum(found, record.checksum)
             is_valid = not is_bool or target.max() <= 1
-            check(is_valid, "The file is damaged: a bool tensor has bytes above 1.")
+            check(is_valid, "A bool tensor has bytes above 1. Save the file again.")
 
 
 def is_count(value: Any) -> bool:
@@ -263,13 +262,13 @@ def _check_view(
     is_sound = len(shape) == len(strides) and len(shape) <= _MAX_NDIM
     check(
         is_sound and all(map(is_count, (offset, *shape, *strides))),
-        "the offset, shape or strides of a tensor are wrong.",
+        "the offset, shape or strides of a tensor are invalid. Save the file again.",
     )
     fits = max(shape, default=0) <= _MAX_DIM and prod(n or 1 for n in shape) < 2**62
-    check(fits, f"a tensor of shape {shape} is too large for MLX.")
+    check(fits, f"a tensor of shape {shape} is too large for MLX. Split it.")
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     check(
         0 in shape or last < room,
         f"a tensor of shape {shape} with strides {strides} and offset {offset} reaches "
-        f"outside its storage of {room} elements.",
+        f"outside its storage of {room} elements. Save the file again.",
     )

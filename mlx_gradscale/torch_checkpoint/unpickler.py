@@ -85,9 +85,10 @@ class Unpickler:
         except (ValueError, LookupError) as error:
             problem = str(error)
             if isinstance(error, IndexError):
-                problem = "the pickle takes a value from an empty stack."
+                problem = "the pickle is damaged (empty stack). Copy the file again."
             elif isinstance(error, KeyError):
                 problem = f"{code!a} is not an instruction that checkpoints use."
+                problem = problem if code else "the pickle is cut off. Copy it again."
             elif not isinstance(error, CheckpointError):
                 problem = f"the pickle is damaged or cut off ({error})."
             where = f"Pickle, byte {stream.tell() - start}{self._last_key()}"
@@ -139,7 +140,7 @@ class Unpickler:
         target, kind = self._stack[-1], type(self._stack[-1])
         is_pairs = opcode in b"su"
         is_whole = not is_pairs or len(values) % 2 == 0
-        check(is_whole, "the pickle sets a key without a value.")
+        check(is_whole, "the pickle sets a key without a value. Save the file again.")
         if kind is Placeholder:
             target.edits.append((opcode, values))
         elif kind is list and opcode in b"ae":
@@ -155,7 +156,7 @@ class Unpickler:
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
             is_state = is_state and values[0].keys() == {"_metadata"}
-            check(is_state, f"the pickle changes a {_kind(target)} in an unknown way.")
+            check(is_state, f"unknown change to a value of type {_kind(target)}.")
             self._limits.spend(_OBJECT)
             target._metadata = values[0]["_metadata"]
 
@@ -193,7 +194,7 @@ class Unpickler:
             path = named.path
             is_name = len(path) <= 1000 and path.isprintable()
             is_name = is_name and "" not in path.split(".")
-            check(is_name, f"{path[:120]!a} is not a name.")
+            check(is_name, f"{path[:120]!a} is not the name of a class or function.")
         self._push(self._names[key])
 
     def _persistent(self, _: None) -> None:
@@ -205,7 +206,7 @@ class Unpickler:
         callee, args = self._pop(2)
         check(
             type(callee) is Placeholder and type(args) is tuple,
-            f"the pickle calls a {_kind(callee)} with a {_kind(args)}.",
+            f"the pickle calls {_kind(callee)} with {_kind(args)} as its arguments.",
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
         self._limits.spend(_OBJECT)
@@ -230,7 +231,7 @@ class Unpickler:
                 len(args) == len(s) and all(map(isinstance, args, s))
                 for s in signatures
             ),
-            f"the pickle calls {path} with invalid arguments.",
+            f"the pickle calls {path} with invalid arguments. Save the file again.",
         )
         return function(self, *args)
 
@@ -253,7 +254,7 @@ def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorS
 
 def _encode(_: Unpickler, text: str, encoding: str) -> bytes:
     is_latin = encoding in ("latin1", "latin-1") and max(text, default="") <= "\xff"
-    check(is_latin, "a bytes value is not valid Latin-1: the file is damaged.")
+    check(is_latin, "a bytes value is not valid Latin-1. Save the file again.")
     return text.encode("latin1")
 
 
@@ -366,8 +367,8 @@ def _check_key(key: Any) -> tuple[Any, ...]:
     parts = key if type(key) is tuple and len(key) <= 64 else (key,)
     check(
         all(type(part) in _KEYS for part in parts),
-        f"a dict key or set member is a {_kind(key)}. It must be a plain value or a "
-        "flat tuple of them.",
+        f"a dict key or set member has type {_kind(key)}. It must be a plain value or "
+        "a flat tuple of plain values.",
     )
     return parts
 

@@ -76,7 +76,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     else:
         raise TypeError(
             "save() takes a path or a writable binary file as its first argument and "
-            f"the object as its second, got a {type(file).__name__} first."
+            f"the object as its second. The first has type {type(file).__name__}."
         )
 
 
@@ -226,7 +226,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def _save_name(self, obj: _Name) -> None:
         if not obj.path.isprintable():
-            raise TypeError(f"{obj.path!a:.160} is not a printable name.")
+            raise TypeError(f"The name {obj.path!a:.160} is not printable. Change it.")
         outer, dot, inner = obj.name.rpartition(".")
         if dot:
             # Protocol 2 has no dotted names: Python gets the inner class by getattr.

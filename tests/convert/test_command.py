@@ -47,7 +47,7 @@ def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, 
     said = capsys.readouterr()
     assert f"build_optimizer('{tmp_path / 'run'}')" in said.out
     assert "restore_checkpoint(" in said.out
-    assert "these entries unchanged: epoch, args." in said.err
+    assert "these parts unchanged: epoch, args." in said.err
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_parameter_groups_become_a_multi_optimizer(tmp_path):
     assert [g["params"] for g in back["param_groups"]] == [[0, 1], [2]]
     one = optim.AdamW(0.1, bias_correction=True)
     one.init(mine.model.parameters())
-    with pytest.raises(ConvertError, match="require a MultiOptimizer of 2"):
+    with pytest.raises(ConvertError, match="needs a MultiOptimizer of 2"):
         save_torch(tmp_path / "c.pt", mine.model, one, like=mine.run.template)
 
 
@@ -185,7 +185,7 @@ def test_invalid_step_count_is_not_written(tmp_path):
     mine = Mine(Side("Adam").steps(range(1)).save(tmp_path / "a.pt"))
     for step in (float("nan"), float("inf"), -1.0):
         mine.optimizer.state["step"] = mx.array(step)
-        with pytest.raises(ConvertError, match="must be a step count"):
+        with pytest.raises(ConvertError, match="must be from 0 to 2"):
             mine.save(tmp_path / "b.pt")
 
 
@@ -292,7 +292,7 @@ def test_error_names_the_wrong_optimizer_option(tmp_path):
     path = Side("SGD").save(tmp_path / "a.pt")
     for options, word in (
         ({"optimizer": "Adam"}, "does not belong to Adam"),
-        ({"optimizer": "Sophia"}, "not belong to Sophia.*Supported optimizers are"),
+        ({"optimizer": "Sophia"}, "not belong to Sophia.*--optimizer. with SGD"),
     ):
         with pytest.raises(ConvertError, match=word):
             Mine(path, **options)
@@ -305,7 +305,7 @@ def test_learning_rates_that_do_not_match_the_groups_are_refused(tmp_path):
     theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
     for rate in (0.1, [0.1]):
-        with pytest.raises(ValueError, match=r"a list of 2 .* are \[0.5, 0.1\]"):
+        with pytest.raises(ValueError, match=r"a list of 2 .* it is \[0.5, 0.1\]"):
             load_torch(path, Params(), learning_rate=rate)
     run = load_torch(path, Params(), learning_rate=[0.3, lambda step: mx.array(0.2)])
     first = run.optimizer.optimizers[0]

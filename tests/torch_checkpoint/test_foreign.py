@@ -235,5 +235,5 @@ def test_pickle_that_its_class_would_not_write_stays_a_placeholder(pickle):
 
 def test_names_that_contain_pickle_instructions_are_not_written():
     for module, attribute in (("os\nsystem\n(", "x"), ("a", "b\nc")):
-        with pytest.raises(TypeError, match="not a printable name"):
+        with pytest.raises(TypeError, match="is not printable"):
             save_bytes(Placeholder(module, attribute))
