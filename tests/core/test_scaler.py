@@ -196,3 +196,18 @@ def test_half_precision_parameters_warn_once_about_master_weights():
     assert ["no master weights" in str(w.message) for w in caught] == [True]
     assert model.layers[0].weight.dtype == mx.float16
     assert optimizer.state["layers"][0]["weight"]["v"].dtype == mx.float32
+
+
+def test_one_tree_unscaled_for_two_optimizers_is_unscaled_once():
+    scaler, weights = GradScaler(8.0), {"a": mx.array(1.0), "b": mx.array(2.0)}
+    grads = mx.grad(lambda w: scaler.scale(w["a"] * w["b"]))(weights)
+    for optimizer in (optim.SGD(1.0), optim.SGD(1.0)):
+        assert scaler.unscale_(optimizer, grads) is grads
+    assert (grads["a"].item(), grads["b"].item()) == (2.0, 1.0)
+
+
+def test_model_may_hold_a_private_reference_to_its_parent():
+    model, scaler = Mlp(), GradScaler()
+    model.layers[0]._parent = model
+    _, grads = scaler.value_and_grad(model, mse(model))(*batch())
+    assert scaler.minimize(optim.SGD(0.1), model, grads).item()
