@@ -131,7 +131,7 @@ DAMAGES = {
     "replaced": (lambda file: file.write_bytes(b"x" * 999), ""),
     "removed": (Path.unlink, "No such file"),
     "link": (link, "is a symbolic link"),
-    "pipe": (replace_by_pipe, "is a pipe"),
+    "pipe": (replace_by_pipe, "is not a regular file"),
 }
 
 

@@ -182,9 +182,9 @@ def test_norm_of_empty_trees_and_leaves_is_zero():
 def test_finite_checks_name_the_path_of_a_leaf_that_is_not_an_array():
     with pytest.raises(TypeError, match=r"got 1\.0 \(float\)\.$"):
         arrays(1.0)
-    with pytest.raises(TypeError, match=r"got None at 'a'\.$"):
+    with pytest.raises(TypeError, match=r"got None \(NoneType\) at 'a'\.$"):
         arrays({"a": None})
     with pytest.raises(TypeError, match=r"got 1\.0 \(float\) at 'a\.b'\.$"):
         all_finite({"a": {"b": 1.0}})
-    with pytest.raises(TypeError, match=r"got 'x' at 'b\.0'\.$"):
+    with pytest.raises(TypeError, match=r"got 'x' \(str\) at 'b\.0'\.$"):
         nonfinite({"b": ["x"]})
