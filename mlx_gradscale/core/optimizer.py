@@ -24,7 +24,7 @@ from .optimizers import (
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, clamp_and_check, read
 from .scaler import GradScaler, check_model
-from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot
+from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot, walk
 
 # The scaler loads its own fields, and loading a state does not change max_grad_norm.
 _NOT_LOADED = ("scaler.", "max_grad_norm")
@@ -318,8 +318,8 @@ class LossScaleOptimizer(Optimizer):
                 f"has {len(parts)}. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
-            places = slots(part.state)
-            new = {path: box[key] for path, box, key in slots(own)}
+            places = [place for place, _ in walk(part.state)]
+            new = {path: value for (path, _, _), value in walk(own)}
             if new.keys() == {path for path, _, _ in places}:
                 commit((box, key, new[path]) for path, box, key in places)
             else:
