@@ -174,7 +174,7 @@ def flatten(held: dict[str, Any]) -> None:
 
 
 def _brief(value: Any) -> Any:
-    """Return a short value to compare settings by; large ones compare by identity."""
+    """Return a key for comparing settings; only numbers compare by value."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
         return [number(item) if _is_number(item) else id(item) for item in value]
     return number(value) if value is None or _is_number(value) else id(value)

@@ -12,9 +12,9 @@ LONGEST_JSON = 2**24
 
 
 def open_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, for ``open(..., opener=open_file)``.
+    """Open a file for ``open(..., opener=open_file)``; raise unless it is regular.
 
-    Opening a pipe could block forever, and a device could have side effects.
+    Opening a pipe could block forever, and opening a device could have effects.
     """
     _check_regular(path)
     return os.open(path, flags)
