@@ -1,6 +1,6 @@
 """Find the MLX layout of PyTorch tensors from a model's layers or its ``sanitize``.
 
-The models of mlx-lm have a ``sanitize`` method that converts weights from Transformers.
+Most mlx-lm models have a ``sanitize`` method that converts weights from Transformers.
 This module calls ``sanitize`` with marked arrays to trace each output to its input.
 """
 

@@ -13,7 +13,7 @@ class LossScaleCallback:
 
     Each training report gets the keys ``loss_scale``, ``skipped_steps``,
     ``consecutive_skips`` and, for an optimizer with ``max_grad_norm``, ``grad_norm``.
-    Rank 0 prints the report as one line, and every rank passes the report on to
+    Rank 0 prints a one-line summary, and every rank passes the report on to
     ``wrapped_callback``. The values are read from the device once per report.
 
     This class has the methods of ``mlx_lm.tuner.callbacks.TrainingCallback`` but does
@@ -21,8 +21,8 @@ class LossScaleCallback:
 
     Args:
         optimizer (LossScaleOptimizer or GradScaler): The optimizer or scaler in use.
-        wrapped_callback (TrainingCallback, optional): Receives each report with the
-            added keys: mlx-lm's ``WandBCallback``, ``SwanLabCallback`` or your own.
+        wrapped_callback (TrainingCallback, optional): A callback that receives every
+            report, such as mlx-lm's ``WandBCallback`` or ``SwanLabCallback``.
 
     Example:
         >>> from mlx_gradscale import GradScaler

@@ -131,7 +131,7 @@ def _read_header(file: BinaryIO) -> dict[str, Shape]:
                 raise ValueError(f"{text}: {shorten(entry)}.")
             found[name] = dtype, shape
         if length + end != size:
-            raise ValueError("its tensors do not end where the file ends.")
+            raise ValueError("its size does not match its header. Copy it again.")
         return found
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
