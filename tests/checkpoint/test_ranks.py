@@ -1,7 +1,12 @@
 """One checkpoint for all ranks: they resume bit-identically, or all raise."""
 
+import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from support.ring import run_ranks
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.checkpoint.save import find_group
 
 
 def launch(n, folder, task):
@@ -65,3 +70,10 @@ def test_failure_on_one_rank_raises_on_all_and_changes_nothing(saved):
 def test_sharded_model_is_refused_on_every_rank(saved):
     for report in saved[1]:
         assert "The ranks differ in 'model.layers.0.weight'" in report["shards"]
+
+
+def test_checkpoint_is_gathered_from_the_group_of_the_wrapper_or_the_scaler():
+    group = mx.distributed.init()
+    wrapper = LossScaleOptimizer(optim.SGD(0.1), group=group)
+    assert find_group(wrapper, wrapper.scaler) is group
+    assert find_group(optim.SGD(0.1), GradScaler(group=group)) is group
