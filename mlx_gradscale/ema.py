@@ -17,9 +17,9 @@ from .core.optimizer import LossScaleOptimizer
 class EMA:
     """Keep an exponential moving average of the trainable weights, in float32.
 
-    With a ``LossScaleOptimizer``, the average is over the float32 master weights,
-    because a step is often too small to change a float16 weight, and skipped steps do
-    not count.
+    With a ``LossScaleOptimizer``, skipped steps do not count, and the average is over
+    the float32 master weights, because a step is often too small to change a float16
+    weight.
 
     Args:
         model (nn.Module): The model whose weights initialize the average.

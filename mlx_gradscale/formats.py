@@ -22,7 +22,7 @@ _TYPES = {key: type(FIELDS[name][1]) for key, name in (TORCH_KEYS | _OWN_KEYS).i
 
 
 class FormatWarning(UserWarning):
-    """Reports the defaults assumed for settings missing from a scaler state."""
+    """A warning about defaults assumed for settings missing from a scaler state."""
 
 
 class Format(NamedTuple):
@@ -120,7 +120,7 @@ def recognize(state: Mapping[str, Any]) -> str:
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty, as saved by a disabled scaler. Create a new one."
+            "The scaler state is empty, as a disabled scaler saves it. Use a new scaler."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:

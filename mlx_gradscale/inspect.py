@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             the process.
 
     Returns:
-        int: The exit code, as returned by :func:`run_command`.
+        int: The exit code: 0 on success, 1 after an error; see :func:`run_command`.
     """
     return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
 
@@ -74,8 +74,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
     Args:
         path (Path): A PyTorch, safetensors or JSON file, or a folder.
-        limits (Limits, optional): Limits on memory and work, shared by all files of a
-            folder. Default: ``Limits()``.
+        limits (Limits, optional): Limits on memory and work. Default: ``Limits()``.
 
     Returns:
         dict: ``path``, and ``entries`` with a dict for each value: its ``name``, and
@@ -83,7 +82,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
     """
     path = Path(path)
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
-    limits = limits or Limits()
+    limits = limits or Limits()  # shared by all files of a folder
     content = _read_folder(path, limits) if is_folder else _read(path, limits)
     entries = list(islice(_entries(content, ()), _MOST_ROWS + 1))
     if len(entries) > _MOST_ROWS:
@@ -104,7 +103,7 @@ def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
         if file.suffix in _SUFFIXES and not file.is_dir()
     }
     if not found:
-        raise ValueError(f"{path} contains no file that ends in {', '.join(_SUFFIXES)}.")
+        raise ValueError(f"{path} contains no files of type {', '.join(_SUFFIXES)}.")
     return found
 
 

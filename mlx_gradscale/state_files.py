@@ -44,7 +44,7 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state of a scaler from a file.
+    """Read a scaler state written by :func:`save_state` or ``torch.save``.
 
     Raises:
         ValueError: If the file has an unknown suffix, cannot be decoded, is too large

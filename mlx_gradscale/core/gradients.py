@@ -345,7 +345,7 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
-    """Unscale a tree in place, or return a new tree if it contains tuples."""
+    """Unscale a tree, in place unless it contains tuples, and return the result."""
     tree = [gradients]  # a container even for a single array
     places = slots(tree)
     if any(isinstance(box, tuple) for _, box, _ in places):

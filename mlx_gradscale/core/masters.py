@@ -58,12 +58,12 @@ def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array, even if ``+=`` changes it later."""
+    """Return the bits of a half-precision array; a later ``+=`` does not change them."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
 def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
-    """Return the remainder of a weight, which is 0 if it is not in half precision."""
+    """Return the remainder of a weight; zero if the weight is not half precision."""
     if weight.dtype not in HALF:
         return mx.zeros(weight.shape, mx.int16)
     value = to_float32(weight)
@@ -143,7 +143,7 @@ class Masters:
             self.state[name][path] = x
 
     def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return the entries of a half-precision parameter, or raise; {} for others."""
+        """Return a half-precision parameter's entries, or raise; {} for other dtypes."""
         if weight.dtype not in HALF:
             return {}
         boxes = self.state.items()

@@ -119,13 +119,13 @@ class LossScaleOptimizer(Optimizer):
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Call :meth:`GradScaler.value_and_grad` of :attr:`scaler`."""
+        """Return a loss-and-gradient function; see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(model, loss_fn, *args, **kwargs)
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Call :meth:`GradScaler.scale_loss` of :attr:`scaler`."""
+        """Wrap a loss function for a trainer; see :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
     def init(self, parameters: Any) -> None:

@@ -49,7 +49,7 @@ def check_supported(optimizer: Any) -> None:
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer, and each one in a ``MultiOptimizer``, is MLX's own.
+    """Return whether an optimizer, or every one in a ``MultiOptimizer``, is MLX's own.
 
     MLX's own optimizers read only their settings and state, so they can be compiled.
     """
@@ -79,7 +79,7 @@ def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
 
 
 def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
-    """Return the paths that each part of a ``MultiOptimizer`` updates; else []."""
+    """List the paths that each part of a ``MultiOptimizer`` updates; [] for others."""
     if not isinstance(optimizer, MultiOptimizer):
         return []
     return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
@@ -185,7 +185,7 @@ def autocompiled(
 
 
 def fingerprint(optimizer: Optimizer, structure: Any) -> Any:
-    """Return what a trace depends on, or None if a setting is not a plain value."""
+    """Return the settings and structure of a trace, or None if a setting is not plain."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
         own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}

@@ -139,7 +139,7 @@ def read(state: dict[str, mx.array]) -> dict[str, Any]:
 
 
 def read_field(name: str, value: mx.array) -> Any:
-    """Read a field as a Python number: a factor as 1.1, not 1.100000023841858."""
+    """Read one field. A factor of 1.1 is read as 1.1, not as 1.100000023841858."""
     try:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:

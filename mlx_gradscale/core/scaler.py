@@ -445,7 +445,7 @@ class GradScaler:
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows, read from the device."""
+        """Return the factor that multiplies the scale when it grows."""
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -453,7 +453,7 @@ class GradScaler:
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
-        """Return the factor by which the scale backs off, read from the device."""
+        """Return the factor that multiplies the scale when it backs off."""
         return float(self._get("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -461,7 +461,7 @@ class GradScaler:
         self._set("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
-        """Return the number of steps before the scale grows, read from the device."""
+        """Return the number of finite steps after which the scale grows."""
         return int(self._get("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
