@@ -120,7 +120,7 @@ def recognize(state: Mapping[str, Any]) -> str:
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty, as a disabled scaler saves it. Use a new scaler."
+            "The scaler state is empty: a disabled scaler saved it. Use a new scaler."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:

@@ -58,7 +58,7 @@ def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array; a later ``+=`` does not change them."""
+    """Return a half-precision array's bits, which a later ``+=`` does not change."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
@@ -143,7 +143,7 @@ class Masters:
             self.state[name][path] = x
 
     def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return a half-precision parameter's entries, or raise; {} for other dtypes."""
+        """Return a half-precision parameter's entries, or raise; {} for other types."""
         if weight.dtype not in HALF:
             return {}
         boxes = self.state.items()

@@ -119,7 +119,7 @@ class LossScaleOptimizer(Optimizer):
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Return a loss-and-gradient function; see :meth:`GradScaler.value_and_grad`."""
+        """Return a function for gradients; see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(model, loss_fn, *args, **kwargs)
 
     def scale_loss(

@@ -185,7 +185,7 @@ def autocompiled(
 
 
 def fingerprint(optimizer: Optimizer, structure: Any) -> Any:
-    """Return the settings and structure of a trace, or None if a setting is not plain."""
+    """Return the settings that a trace depends on, or None if one is not plain."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
         own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
