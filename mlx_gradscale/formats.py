@@ -79,7 +79,7 @@ def _compute(name: str, state: dict[str, Any], found: dict[str, Any]) -> dict[st
     """Compute the values that are not stored under any key of the framework's state."""
     computed: dict[str, Any] = {}
     if name in ("megatron", "deepspeed"):
-        # They count down the overflows left before a backoff; this package counts up.
+        # Both count down the overflows left before a backoff; this package counts up.
         left = state.get("hysteresis_tracker", state.get("cur_hysteresis"))
         if left is None:
             computed["hysteresis"] = 1

@@ -86,8 +86,7 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), ()
-    # One ulp, with the sign of the weight: adding 0.75 to 1.5 ulps rounds to the
-    # neighbor.
+    # One ulp, with the weight's sign: adding 0.75 to 1.5 ulps rounds to the neighbor.
     above = to_float32((value * (1 + 0.75 * 2.0**-7)).astype(dtype))
     return above - value, (above,)
 

@@ -53,7 +53,7 @@ class SkipWatch:
             )
         elif scale < LOW_SCALE:
             warn(
-                f"With the loss scale at {scale:.2g}, gradients below "
+                f"At a loss scale of {scale:.2g}, gradients below "
                 f"{2.0**-25 / scale:.1g} underflow to zero in float16. Once overflows "
                 "have stopped, reset the scale with scaler.update(65536.0). To keep it "
                 "from falling this far, create GradScaler(min_scale=1.0)."

@@ -119,7 +119,7 @@ class LossScaleOptimizer(Optimizer):
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Return a function for gradients; see :meth:`GradScaler.value_and_grad`."""
+        """Differentiate with loss scaling; see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(model, loss_fn, *args, **kwargs)
 
     def scale_loss(
@@ -416,8 +416,8 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and skipped steps, but no loss scaling.
 
-    Use it for bfloat16, which has the range of float32 and needs no loss scaling, with
-    gradients from ``nn.value_and_grad``. It is equivalent to
+    Use it with bfloat16, which has the range of float32 and needs no loss scaling. Get
+    the gradients from ``nn.value_and_grad``. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
 
     Args:

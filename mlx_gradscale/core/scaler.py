@@ -41,8 +41,7 @@ class GradScaler:
     """Scale the loss to keep float16 gradients in range, and skip steps that overflow.
 
     The scale, counters and settings are stored in :attr:`state`, a dict of 0-d arrays.
-    If you pass it to ``mx.compile``, you can compile the whole training step, including
-    the decision whether to skip it.
+    Pass it to ``mx.compile`` to compile a whole training step, including its skipping.
 
     There are two modes, and the first call selects one. With :meth:`value_and_grad` or
     :meth:`scale_loss`, you get unscaled float32 gradients, which your code can clip,
@@ -258,7 +257,8 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer, grads: Any) -> Any:
         """Unscale the gradients in place, in float32, and return them.
 
-        Use it to clip or inspect gradients before :meth:`step`. Gradients from
+        Use it to clip or inspect gradients before :meth:`step`, which is skipped if one
+        of them is non-finite here, even if it is clipped afterwards. Gradients from
         :meth:`value_and_grad` are already unscaled and do not change. A single array,
         or a tree with tuples, is not modified; use the returned gradients.
 
