@@ -41,7 +41,8 @@ class GradScaler:
     """Scale the loss to keep float16 gradients in range, and skip steps that overflow.
 
     The scale, counters and settings are stored in :attr:`state`, a dict of 0-d arrays.
-    Pass it to ``mx.compile`` to compile a whole training step, including its skipping.
+    Pass it to ``mx.compile`` to compile the whole training step, including the decision
+    whether to skip it.
 
     There are two modes, and the first call selects one. With :meth:`value_and_grad` or
     :meth:`scale_loss`, you get unscaled float32 gradients, which your code can clip,
