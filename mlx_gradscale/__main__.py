@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Default: the arguments of the process.
 
     Returns:
-        int: The exit code of the command, or 2 if the command does not exist.
+        int: The exit code of the command, or 2 if it is missing or unknown.
     """
     name, *arguments = [*(sys.argv[1:] if argv is None else argv), ""]
     if name in COMMANDS:

@@ -15,19 +15,19 @@ _compile = mx.compile
 
 
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
-    """Compile a training step over the state that it reads and writes.
+    """Compile a training step that reads and replaces the arrays in ``state``.
 
-    Equivalent to ``mx.compile(step, inputs=state, outputs=state)``, with two additions.
-    If the step raises during tracing, ``state`` and the random state are restored; MLX
-    would leave unusable placeholders in them. The compiled step also warns about 50
-    consecutive skipped steps and about a very small loss scale. For these warnings it
-    reads only values that are at least 50 steps old, so nothing waits for the device.
+    Like ``mx.compile(step, inputs=state, outputs=state)``, with two additions. If the
+    step raises, ``state`` and the random state are restored; MLX would leave unusable
+    placeholders in them. If ``state`` includes a scaler, the compiled step also warns
+    about 50 consecutive skipped steps and about a very small loss scale. It reads only
+    values that are at least 50 steps old, so normally nothing waits for the device.
 
     Args:
         step (Callable): The training step.
-        state (Any): A list or dict of everything that the step changes:
+        state (Any): A list or dict of all state that the step changes, such as
             ``[model.state, optimizer.state, mx.random.state]``, and ``scaler.state``
-            for a ``GradScaler``.
+            if the step calls a ``GradScaler`` itself.
 
     Returns:
         Callable: The compiled step.

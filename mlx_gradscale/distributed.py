@@ -81,11 +81,11 @@ def broadcast(tree: Any, group: Group | None = None) -> Any:
 def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     """Call ``load`` on rank 0 and return its result on every rank.
 
-    Only rank 0 needs access to the files. If ``load`` raises, every rank raises.
+    Only rank 0 needs access to files that ``load`` reads. If it raises, all ranks do.
 
     Args:
         load (Callable): Returns a tree (dict, list, tuple) of arrays, Python numbers,
-            strings and None. Other types raise a ``TypeError``.
+            strings and None. With several ranks, other types raise a ``TypeError``.
         group (Group, optional): The ranks that take part. Default: the global group.
 
     Example:
@@ -118,7 +118,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
 
 @contextmanager
 def raise_together(group: Group) -> Iterator[None]:
-    """Raise on every rank if the block raises on any rank."""
+    """Raise on every rank if the ``with`` block raises on any rank."""
     if is_single(group):
         yield
         return

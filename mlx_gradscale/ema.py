@@ -15,11 +15,11 @@ from .core.optimizer import LossScaleOptimizer
 
 
 class EMA:
-    """Average the trainable weights over the applied steps, in float32.
+    """Keep an exponential moving average of the trainable weights, in float32.
 
-    With a ``LossScaleOptimizer``, the average is over the float32 master weights,
-    because a step is often too small to change a float16 weight. Skipped steps do not
-    count.
+    With a ``LossScaleOptimizer``, skipped steps do not count, and the average is over
+    the float32 master weights, because a step is often too small to change a float16
+    weight.
 
     Args:
         model (nn.Module): The model whose weights initialize the average.
@@ -49,7 +49,7 @@ class EMA:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
         self._optimizer = optimizer
-        # Store 1 - decay, because float32 cannot distinguish a decay near 1 from 1.
+        # Store 1 - decay, because float32 would round a decay close to 1 to 1.
         # Copy the weights, because ``weight += 1`` modifies an array in place.
         self._state: dict[str, Any] = {
             "rate": mx.array(1.0 - decay),
@@ -61,10 +61,9 @@ class EMA:
     def state(self) -> dict[str, Any]:
         """The tree to pass to ``mx.compile`` and to save.
 
-        Assigning a saved state replaces the arrays in the existing dicts.
-
         Save it with ``save_checkpoint(..., ema=ema.state)`` and restore it with
-        ``ema.state = restore_checkpoint(...)["ema"]``.
+        ``ema.state = restore_checkpoint(...)["ema"]``. Assigning a state replaces the
+        arrays in the existing dicts.
         """
         return self._state
 
@@ -95,7 +94,7 @@ class EMA:
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Load the average into the model for evaluation or export.
+        """Load the average into the model for a ``with`` block, to evaluate or export.
 
         The average is cast to the model's dtypes. On exit, the model's own weights are
         restored.
@@ -121,8 +120,9 @@ class EMA:
             old, new = ("nothing" if x is None else f"shape {x.shape}" for x in found)
             if old != new:
                 raise ValueError(
-                    f"For {path!r}, the average has {old}, but {what} has {new}. After "
-                    "freezing, unfreezing or changing layers, create a new EMA."
+                    f"For {path!r}, the average has {old}, but {what} has {new}. Use "
+                    "the same model. After freezing, unfreezing or changing layers, "
+                    "create a new EMA."
                 )
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:

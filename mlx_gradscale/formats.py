@@ -22,17 +22,17 @@ _TYPES = {key: type(FIELDS[name][1]) for key, name in (TORCH_KEYS | _OWN_KEYS).i
 
 
 class FormatWarning(UserWarning):
-    """Warns about settings that a scaler state does not contain."""
+    """A warning about defaults assumed for settings missing from a scaler state."""
 
 
 class Format(NamedTuple):
-    """One framework's scaler state.
+    """The keys of one framework's scaler state, and the defaults of its settings.
 
     Attributes:
-        required (set): The keys that distinguish this format from the others.
+        required (set): The keys by which the format is recognized.
         fields (dict): Maps this package's keys to the framework's keys.
-        assumed (dict): Maps this package's keys to the framework's defaults, for values
-            that its state does not contain.
+        assumed (dict): Maps this package's keys to the framework's defaults, for
+            settings that a state may not contain.
     """
 
     required: set[str]
@@ -76,10 +76,10 @@ FORMATS: dict[str, Format] = {
 
 
 def _compute(name: str, state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that have to be computed from a framework's values."""
+    """Compute the values that are not stored under any key of the framework's state."""
     computed: dict[str, Any] = {}
     if name in ("megatron", "deepspeed"):
-        # They count down the overflows left before a backoff; this package counts up.
+        # Both count down the overflows left before a backoff; this package counts up.
         left = state.get("hysteresis_tracker", state.get("cur_hysteresis"))
         if left is None:
             computed["hysteresis"] = 1
@@ -102,7 +102,7 @@ def _compute(name: str, state: dict[str, Any], found: dict[str, Any]) -> dict[st
 
 
 def recognize(state: Mapping[str, Any]) -> str:
-    """Return the name of the format that a scaler state's keys identify.
+    """Identify the format of a scaler state by its keys.
 
     Args:
         state (dict): The scaler state.
@@ -111,7 +111,7 @@ def recognize(state: Mapping[str, Any]) -> str:
         str: A key of :data:`FORMATS`.
 
     Raises:
-        ValueError: If the state is empty or its format is unknown.
+        ValueError: If the state is empty, of several scalers, or of unknown format.
 
     Example:
         >>> recognize({"loss_scale": 2.0, "unskipped": 3})
@@ -132,10 +132,11 @@ def recognize(state: Mapping[str, Any]) -> str:
 
 
 def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
-    """Return whether a dict is a scaler state: numbers, with the keys of a format.
+    """Return whether a dict looks like a scaler state.
 
-    ``is_named`` says whether the dict is stored under a name like "scaler". If not,
-    only PyTorch's format counts, because the keys of the others are common words.
+    It must have the keys of a format, and no nested values. Unless it is stored under a
+    name like "scaler" (``is_named``), only PyTorch's format counts, because the keys of
+    the others are common words.
     """
     known = FORMATS.values() if is_named else [FORMATS["torch"]]
     try:
@@ -148,7 +149,7 @@ def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
 
 
 def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str, Any]:
-    """Convert another framework's scaler state to PyTorch's format.
+    """Convert a scaler state in one of :data:`FORMATS` to PyTorch's format.
 
     Settings that the state does not contain get the framework's defaults, with a
     :class:`FormatWarning`. If the run used other values, assign them to the result.
@@ -159,8 +160,8 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
             keys of the state identify.
 
     Returns:
-        dict: A state for ``GradScaler.load_state_dict``, with PyTorch's five keys and
-        those of this package's own keys that differ from their defaults.
+        dict: A state for ``GradScaler.load_state_dict``, with PyTorch's five keys, and
+        this package's own fields if they differ from their defaults.
 
     Example:
         >>> import warnings
@@ -205,7 +206,7 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
 
 
 def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a state with string keys; Apex nests the state in a dict of losses."""
+    """Return a state with string keys; take Apex's out of its dict of scalers."""
     flat = {str(key): value for key, value in state.items()}
     losses = [key for key in flat if key.startswith("loss_scaler")]
     if losses and all(isinstance(flat[key], Mapping) for key in losses):

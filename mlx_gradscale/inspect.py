@@ -1,6 +1,6 @@
 """The ``mlx_gradscale inspect`` command, which lists the contents of a checkpoint.
 
-It reads shapes and dtypes, but no tensor data.
+It reads the shapes and dtypes of tensors, but not their data.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             the process.
 
     Returns:
-        int: The exit code: 0 on success, 1 after an error, 130 after Ctrl-C.
+        int: The exit code: 0 on success, 1 after an error; see :func:`run_command`.
     """
     return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
 
@@ -74,7 +74,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
     Args:
         path (Path): A PyTorch, safetensors or JSON file, or a folder.
-        limits (Limits, optional): Limits on memory and work, shared by all files.
+        limits (Limits, optional): Limits on memory and work. Default: ``Limits()``.
 
     Returns:
         dict: ``path``, and ``entries`` with a dict for each value: its ``name``, and
@@ -91,7 +91,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
 
 def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
-    """Read each file of a folder or, if it contains checkpoints, of the newest one."""
+    """Read the files of a folder or, if it holds checkpoints, of the newest one."""
     folder = path
     with suppress(FileNotFoundError):
         folder = latest_checkpoint(path)
@@ -103,7 +103,7 @@ def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
         if file.suffix in _SUFFIXES and not file.is_dir()
     }
     if not found:
-        raise ValueError(f"{path} contains no checkpoint file. Pass another path.")
+        raise ValueError(f"{path} contains no files of type {', '.join(_SUFFIXES)}.")
     return found
 
 
@@ -144,7 +144,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """Return a short value for JSON, without reading all of a long one."""
+    """Shorten a value for JSON and for tables, without reading all of a long one."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         is_short = len(value) <= _SHORT_LIST and all(map(_is_plain, value))
         if value and (isinstance(value, dict) or not is_short):

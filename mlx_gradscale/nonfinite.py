@@ -39,8 +39,7 @@ class NonFinite:
 def nonfinite(tree: Any) -> list[NonFinite]:
     """List the leaves of ``tree`` that contain NaN or inf, with counts.
 
-    This reads from the device, once for the whole tree. Call it after a skipped step,
-    not on every step.
+    This waits for the device. Call it after a skipped step, not on every step.
 
     Args:
         tree (Any): A tree of arrays, such as gradients, scaled or not.

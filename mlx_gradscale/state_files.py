@@ -1,4 +1,4 @@
-"""Save and load a scaler's state, in the format given by the file suffix."""
+"""Save and load the state of a scaler, in the format that the suffix selects."""
 
 import gzip
 import io
@@ -22,12 +22,12 @@ _SUFFIXES = (".json", ".json.gz", ".safetensors", ".pt", ".pt.gz")
 
 
 def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write a dict of Python numbers to a file, atomically.
+    """Write the state of a scaler to a file, atomically.
 
     Args:
         path (str): The file to write, which must end in ``.json``, ``.json.gz``,
             ``.safetensors``, ``.pt`` or ``.pt.gz``.
-        state (dict): The numbers by name.
+        state (dict): The result of ``GradScaler.state_dict``.
     """
     suffix = _suffix(path)
     if suffix == ".safetensors":
@@ -44,7 +44,7 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file written by :func:`save_state` or ``torch.save``.
+    """Read a scaler state written by :func:`save_state` or ``torch.save``.
 
     Raises:
         ValueError: If the file has an unknown suffix, cannot be decoded, is too large

@@ -1,4 +1,4 @@
-"""The training core: loss scaling, guarded steps and master weights.
+"""The training core: loss scaling, skipped steps and master weights.
 
 Reading order: ``scale``, ``trees``, ``finite``, ``masters``, ``notices``,
 ``gradients``, ``optimizers``, ``ranks``, ``guard``, ``scaler``, ``optimizer``.

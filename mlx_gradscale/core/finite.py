@@ -1,4 +1,4 @@
-"""Finite checks and the global norm of gradients, on the device."""
+"""Check arrays for NaN and inf, and compute their global norm, on the device."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -17,17 +17,17 @@ _BITS = {
     mx.float32: (mx.int32, mx.uint32, 0x7FFFFFFF, 0x7F800000),
     mx.float64: (mx.int64, mx.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
-# Leaves of the same shape are joined elementwise, eight at a time, before a reduction.
-# For 448 LoRA-sized leaves, this takes 0.3 times as long as one reduction per leaf.
+# Leaves of the same dtype and shape are joined elementwise, eight at a time, before a
+# reduction. For 448 LoRA-sized leaves, this takes 0.3 times as long as not joining.
 _JOIN = 8
 Join = Callable[[mx.array, mx.array], mx.array]
 
 
 def all_finite(tree: Any) -> mx.array:
-    """Return whether all floating-point values in ``tree`` are finite, as a lazy array.
+    """Return whether all values in ``tree`` are finite, as a lazy array.
 
     Args:
-        tree (Any): A tree of arrays. Non-floating-point leaves and empty trees count
+        tree (Any): A tree of arrays. Integer and boolean arrays, and empty trees, count
             as finite.
 
     Example:
@@ -47,7 +47,7 @@ def all_finite_times(
 ) -> mx.array:
     """Return whether ``scaled * factor`` (in float32) and ``others`` are all finite.
 
-    With a scale below 1, the product can overflow even if the gradients are finite.
+    If the factor is above 1, the product can overflow even if ``scaled`` is finite.
     Rounding is monotonic, so checking the largest magnitude of each dtype is enough.
     """
     flags = []
@@ -87,7 +87,7 @@ def _largest_bits(values: list[mx.array]) -> list[tuple[mx.Dtype, mx.array]]:
 def global_norm(
     scaled: list[mx.array], factor: mx.array | None, others: list[mx.array]
 ) -> mx.array:
-    """Return the global norm of ``scaled * factor`` and ``others``, in float32.
+    """Return the global L2 norm of ``scaled * factor`` and ``others``, in float32.
 
     The norm is non-finite if any value is, or if the sum of squares overflows float32.
     """
@@ -105,7 +105,7 @@ def global_norm(
 
 
 def _groups(values: list[mx.array]) -> list[list[mx.array]]:
-    """Group floating-point arrays by dtype and shape, up to eight per group."""
+    """Group non-empty floating-point arrays by dtype and shape, at most eight each."""
     alike: dict[Any, list[mx.array]] = {}
     for x in values:
         if is_floating(x) and x.size:
@@ -143,5 +143,5 @@ def arrays(tree: Any) -> list[mx.array]:
 
 
 def is_floating(x: mx.array) -> bool:
-    """Return whether ``x`` can hold NaN or inf."""
+    """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
     return mx.issubdtype(x.dtype, mx.inexact)

@@ -1,9 +1,9 @@
 """Differentiate a scaled loss and unscale the gradients lazily.
 
-Each unscaled float32 gradient keeps a reference to the scaled array it came from. If a
+Each gradient that ``unscale`` returns refers to the scaled array it came from. If a
 step receives the gradient unmodified, it reads the scaled array and, on a GPU, unscales
-it inside the update kernel, so MLX never computes the float32 copy. Clipping,
-accumulating or averaging returns a new array, which the step uses as is.
+it inside the update kernel, so MLX never computes the float32 copy. After clipping,
+accumulation or averaging, a step uses the gradient as is.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Casting(NamedTuple):
     cast_inputs: bool = True
 
     def check(self) -> None:
-        """Raise if the arguments are invalid or contradict each other."""
+        """Raise if ``compute_dtype`` is invalid, or is missing where it is required."""
         dtype = self.compute_dtype
         if dtype is None and (self.keep is not None or not self.cast_inputs):
             raise ValueError("keep= and cast_inputs=False require compute_dtype=.")
@@ -38,7 +38,7 @@ class Casting(NamedTuple):
             raise ValueError(f"compute_dtype must be a float mx.Dtype, got {dtype!r}.")
 
     def parameters(self, model: nn.Module, parameters: Any) -> Any:
-        """Return the trainable parameters, cast for the forward pass."""
+        """Return the trainable parameters in the dtypes of the forward pass."""
         if self.compute_dtype is None:
             return parameters
         # float32_layers() marks the layers that compute in float32.
@@ -55,7 +55,7 @@ class Casting(NamedTuple):
         return tree_map_with_path(cast_parameter, parameters)
 
     def inputs(self, inputs: Any) -> Any:
-        """Return the arguments of the loss function, cast for the forward pass."""
+        """Return the loss function's arguments in the dtypes of the forward pass."""
         if self.compute_dtype is None or not self.cast_inputs:
             return inputs
         return tree_map(self._cast, inputs, is_leaf=is_opaque)
@@ -66,9 +66,9 @@ class Casting(NamedTuple):
 
 
 class Unscaled(mx.array):
-    """An unscaled gradient that tracks its source until it is modified in place."""
+    """An unscaled gradient that refers to the scaled one until modified in place."""
 
-    # The scaled array and the reciprocal of its scale.
+    # The scaled gradient and the reciprocal of the scale.
     source: tuple[mx.array, mx.array] | None = None
 
 
@@ -112,7 +112,7 @@ class Backward:
         casting: Casting,
         is_enabled: bool,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``, but scale the loss and unscale the gradients."""
+        """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
         is_checked = casting.compute_dtype is not None or not is_enabled
 
         @wraps(loss_fn)
@@ -177,13 +177,13 @@ class Backward:
         unscaled, self._last_unscaled = self._last_unscaled, None
         if unscaled is not None and not unscaled:
             raise RuntimeError(
-                "These gradients are still scaled. Without a model, scale_loss() "
-                "unscales gradients of models among the arguments, or of the first "
-                "argument. Pass the differentiated model: scale_loss(loss_fn, model)."
+                "These gradients are still scaled, because scale_loss() did not find "
+                "the differentiated parameters. Pass their model, scale_loss(loss_fn, "
+                "model), or make them the first argument of the loss function."
             )
 
     def scaled(self, output: mx.array) -> Any:
-        """Multiply ``output`` by the scale, and record whether it is differentiated."""
+        """Multiply an output by the scale, and record when it is differentiated."""
         self._check_loss_dtype(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
@@ -247,8 +247,8 @@ def differentiate(
 ) -> tuple[Any, Any]:
     """Return the output of the loss function and the gradients of the scaled loss.
 
-    The gradients are with respect to the *cast* parameters, so they come out in the
-    compute dtype. The model's own parameters are then restored.
+    The gradients are with respect to the *cast* parameters and have the same dtypes.
+    If ``scale`` is None, the loss is not scaled.
     """
     places = writable_arrays(model)
     parameters = model.trainable_parameters()
@@ -279,12 +279,12 @@ def differentiate(
 def clean_up(
     places: Writes, trained: set[int], substitutes: list[mx.array] | None
 ) -> None:
-    """Restore a model's parameters after a forward pass, and non-finite buffers.
+    """After a forward pass, restore a model's parameters and its non-finite buffers.
 
-    ``places`` contains the model's arrays before the forward pass. A parameter is
-    restored unless the forward pass assigned a new array to it; it is always restored
-    if ``substitutes`` is None. A buffer that became non-finite is restored on the
-    device, because BatchNorm's running statistics would otherwise stay inf or NaN.
+    ``places`` contains the model's arrays before the forward pass, and ``substitutes``
+    those that replaced its parameters. If the forward pass itself assigned an array to
+    a parameter, the array stays, unless ``substitutes`` is None. Non-finite buffers are
+    restored because BatchNorm's running statistics would otherwise stay inf or NaN.
     """
     ids = None if substitutes is None else set(map(id, substitutes))
     writes: Writes = []
@@ -308,7 +308,7 @@ def writable_arrays(model: nn.Module) -> Writes:
 
 
 def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
-    """Return ``x``; its backward pass unscales the gradient and records a token."""
+    """Return ``x`` with a backward pass that unscales its gradient and records it."""
     if not isinstance(x, mx.array) or not is_floating(x):
         return x
     token = object()
@@ -337,7 +337,7 @@ def _with_gradient(
 
 
 def unscale(scaled: Any, inverse: mx.array) -> Any:
-    """Return a tree of unscaled gradients that track their source."""
+    """Unscale a tree of gradients lazily, with references to the scaled ones."""
     gradients = tree_map(Unscaled, _unscale(scaled, inverse))
     for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
         gradient.source = source, inverse
@@ -345,7 +345,7 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
-    """Unscale a tree in place, except what is unscaled already, and return it."""
+    """Unscale a tree, in place unless it contains tuples, and return the result."""
     tree = [gradients]  # a container even for a single array
     places = slots(tree)
     if any(isinstance(box, tuple) for _, box, _ in places):
@@ -363,7 +363,7 @@ def _unscale(gradients: Any, inverse: mx.array) -> Any:
 
 
 def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
-    """Unscale a gradient in float32, replacing non-finite values with NaN.
+    """Unscale a floating-point gradient in float32, replacing inf with NaN.
 
     Elementwise clipping would turn inf into a finite value, and the step would be
     applied. NaN survives clipping, accumulation and averaging.
@@ -376,7 +376,7 @@ def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield the array once per leaf, switching to a fresh alias every 512 leaves.
+    """Yield an array over and over, as a fresh alias after every 512 uses.
 
     Compiling takes time quadratic in the number of uses of one array.
     """
@@ -386,7 +386,7 @@ def each_use(array: mx.array) -> Iterator[mx.array]:
 
 
 def loss_of(outputs: Any) -> mx.array:
-    """Return the loss: the output itself, or the first element of a tuple."""
+    """Return the loss in the output of a loss function, or raise if it is invalid."""
     loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(loss, mx.array):
         raise TypeError(

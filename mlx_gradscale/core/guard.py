@@ -1,4 +1,4 @@
-"""Apply or skip an optimizer step, as decided on the device.
+"""Apply an optimizer step if all gradients are finite, and skip it otherwise.
 
 ``inspect`` checks whether the gradients are finite, ``plan`` computes the results of a
 step, and ``Plan`` commits them all at once.
@@ -41,13 +41,13 @@ Stored = dict[str, mx.array]
 
 
 class Inspected(NamedTuple):
-    """The gradients for a step, by path, with their finite flag and clipping factor."""
+    """The gradients for a step, by path, and whether and how to apply them."""
 
     gradients: dict[str, mx.array]
     # The paths of gradients that are still scaled, and the reciprocal of their scale.
     scaled: set[str]
     inverse: mx.array | None
-    # The factor that clips the global norm.
+    # The factor that clips the norm, and the norm; None without clipping.
     clip: mx.array | None
     norm: mx.array | None
     applied: mx.array
@@ -56,9 +56,9 @@ class Inspected(NamedTuple):
 def casts_first() -> bool:
     """Return whether to unscale half-precision gradients in a separate kernel.
 
-    On a CPU, a cast inside the update kernel compiles to scalar code, and the step
-    takes 1.55 times as long as the bare optimizer instead of 1.29 times. On a GPU,
-    writing and reading a float32 copy would move 8 more bytes per parameter.
+    On a CPU, a cast inside the update kernel compiles to scalar code. In a benchmark,
+    the step took 1.55 times as long as the bare optimizer instead of 1.29 times. On a
+    GPU, a float32 copy would move 8 more bytes per parameter.
     """
     return mx.default_device() == mx.Device(mx.cpu)
 
@@ -69,9 +69,9 @@ def inspect(
     max_norm: mx.array | None = None,
     were_finite: mx.array | None = None,
 ) -> Inspected:
-    """Lazily check that all gradients are finite, and compute the clipping factor.
+    """Lazily check whether all gradients are finite, and compute a clipping factor.
 
-    ``were_finite`` is the flag from an earlier ``unscale_()``.
+    ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one.
     """
     gradients: dict[str, mx.array] = {}
     scaled: dict[str, mx.array] = {}
@@ -125,14 +125,14 @@ class Plan:
         commit(self.writes)
 
     def commit(self) -> Any:
-        """Commit all other writes, and return the parameters as a tree."""
+        """Commit all writes except the parameters, and return these as a tree."""
         commit(self.writes)
         parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
 
 
 class _Arrays(NamedTuple):
-    """The input arrays of a step, by path."""
+    """The arrays that a step reads; those in dicts are by parameter path."""
 
     gradients: dict[str, mx.array]
     parameters: dict[str, mx.array]
@@ -149,7 +149,7 @@ def plan(
     inspected: Inspected,
     masters: Masters | None = None,
 ) -> Plan:
-    """Plan a step of an initialized optimizer in float32.
+    """Compute the results of a step of an initialized optimizer.
 
     If ``inspected.applied`` is false, the planned parameters and optimizer state are
     bit-identical to the old ones. Nothing changes until the plan is committed, except
@@ -181,7 +181,7 @@ def plan(
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
         split = split_paths(optimizer, gradients)
-        # Arrays are passed by position, so a state in another order is traced again.
+        # Arrays are passed by position, so a state in another order needs a new trace.
         order = [list(arrays.gradients), [where for where, *_ in places], split]
         run = autocompiled(make_run, optimizer, (order, inspected.scaled))
         state, new = run(old, scheduled_values(optimizer), arrays)
@@ -213,7 +213,7 @@ def _run(
     scheduled: list[dict[str, mx.array]],
     arrays: _Arrays,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
-    """Step on the device and select old or new values; then roll the optimizer back."""
+    """Step on the device, select old or new values, and roll the optimizer back."""
     arrays = _Arrays(*arrays)
     with borrowed(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
@@ -222,8 +222,8 @@ def _run(
         masters, gradients, stepped = _step(structure, scaled, optimizer, arrays)
         if _signature(optimizer.state) != signature:
             raise TypeError(
-                f"{type(optimizer).__name__} adds a key to its state or changes a "
-                "Python value in it when it steps, so a step cannot be skipped inside "
+                f"{type(optimizer).__name__} changes the keys or the Python values in "
+                "its state when it steps, so a step cannot be skipped inside "
                 "mx.compile. Do not compile the step, or create all keys in "
                 "init_single() and store only arrays."
             )
@@ -254,7 +254,7 @@ def _run(
 def _run_on_host(
     structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, tuple[mx.array, Stored]]:
-    """Step eagerly, after the host has read that all gradients are finite."""
+    """Step a third-party optimizer eagerly; restore its state if it raises."""
     saved = snapshot(optimizer.state)
     try:
         _, _, stepped = _step(structure, scaled, optimizer, arrays)
@@ -284,7 +284,7 @@ def _step(
     full = tree({path: _alias(x.master) for path, x in masters.items()})
     gradients = _unscaled(scaled, optimizer, arrays)
     if not is_builtin(optimizer):
-        # Replace NaN, because a third-party optimizer may raise, for example in an SVD.
+        # Pass zeros if the step is skipped: an SVD, for example, may raise on NaN.
         gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
@@ -347,7 +347,7 @@ def _signature(state: Any) -> dict[str, str]:
 
 
 def _owner(where: tuple[Any, ...]) -> str:
-    """Return the path of the parameter that an array in the state belongs to."""
+    """Return the path of the parameter that a state array belongs to, or ""."""
     # The states of a MultiOptimizer are in a list.
     while len(where) > 2 and where[0] == "states" and isinstance(where[1], int):
         where = where[2:]
@@ -368,7 +368,7 @@ def _select_parameter(
     ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and adds a node
     only after all of its consumers. The parameter, its moments and its master weight
     therefore get a common root: a chain of selects that has all of them as operands,
-    even those that it never returns. This gives one kernel per parameter, not five.
+    even those that it never selects. This gives one kernel per parameter, not five.
     """
     moments = [x for x in moments if x.shape == parameter.shape]
     dtype, rounded = parameter.dtype, new.astype(parameter.dtype)

@@ -1,4 +1,4 @@
-"""Master weights: float32 values of half-precision parameters.
+"""Master weights: the float32 values that half-precision parameters are rounded from.
 
 There are two kinds. ``"float32"`` stores the master weight as an array, along with the
 bits that the last step wrote to the parameter. If the parameter's bits differ, the user
@@ -37,7 +37,7 @@ _STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
 
 
 class Joined(NamedTuple):
-    """A float32 master weight and its intermediate values, latest first."""
+    """A float32 master weight and, latest first, the arrays it is computed from."""
 
     master: mx.array
     parts: tuple[mx.array, ...] = ()
@@ -58,12 +58,12 @@ def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array, unaffected by a later ``+=``."""
+    """Return a half-precision array's bits, which a later ``+=`` does not change."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
 def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
-    """Return the rounding error of a half-precision weight relative to ``master``."""
+    """Return the remainder of a weight; zero if the weight is not half precision."""
     if weight.dtype not in HALF:
         return mx.zeros(weight.shape, mx.int16)
     value = to_float32(weight)
@@ -86,14 +86,13 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), ()
-    # One ulp, with the sign of the weight: adding 0.75 to 1.5 ulps rounds to the
-    # neighbor.
+    # One ulp, with the weight's sign: adding 0.75 to 1.5 ulps rounds to the neighbor.
     above = to_float32((value * (1 + 0.75 * 2.0**-7)).astype(dtype))
     return above - value, (above,)
 
 
 def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-    """Return the float32 value of a parameter, given its state entries."""
+    """Return a parameter's master weight, or its own value if it has no entries."""
     if "remainders" in stored:
         return join(weight, stored["remainders"])
     value = to_float32(weight)
@@ -143,7 +142,7 @@ class Masters:
             self.state[name][path] = x
 
     def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return a parameter's state entries, or {} if it needs no master weight."""
+        """Return a half-precision parameter's entries, or raise; {} for other types."""
         if weight.dtype not in HALF:
             return {}
         boxes = self.state.items()
@@ -159,7 +158,7 @@ class Masters:
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
-        """Return the float32 value of a parameter, with or without a master weight."""
+        """Return a parameter's master weight, or its upcast value if it has none."""
         if path not in self.state[self._names[0]]:
             return to_float32(weight)
         return joined_master(weight, self.stored(path, weight)).master

@@ -1,4 +1,4 @@
-"""Warn at the user's own line, and about runs that do not train."""
+"""Show warnings at the user's own line, and warn about runs that do not train."""
 
 import sys
 import warnings
@@ -34,7 +34,7 @@ class SkipWatch:
         self._latest: list[mx.array] = []
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Record the skip counter, and check earlier ones every 50 updates."""
+        """Record the skip counter and, every 50 updates, check earlier values."""
         self._latest.append(state["consecutive_skips"])
         if len(self._latest) < SKIPS_TO_WARN:
             return
@@ -53,7 +53,7 @@ class SkipWatch:
             )
         elif scale < LOW_SCALE:
             warn(
-                f"At the current loss scale of {scale:.2g}, gradients below "
+                f"At a loss scale of {scale:.2g}, gradients below "
                 f"{2.0**-25 / scale:.1g} underflow to zero in float16. Once overflows "
                 "have stopped, reset the scale with scaler.update(65536.0). To keep it "
                 "from falling this far, create GradScaler(min_scale=1.0)."

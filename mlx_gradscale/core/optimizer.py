@@ -33,17 +33,17 @@ _SAME = "Load a state that was saved with the same model, optimizer and masters=
 
 
 class LossScaleOptimizer(Optimizer):
-    """Wrap an optimizer for float16 training.
+    """Wrap an optimizer with loss scaling and float32 master weights.
 
-    Every float16 or bfloat16 parameter gets a float32 master weight in the state, and
-    the inner optimizer sees only float32. A step with a non-finite gradient is skipped:
-    it changes neither the parameters nor the inner optimizer, and the scale backs off.
-    Attributes of the inner optimizer, such as ``weight_decay``, can be read and set
-    through the wrapper.
+    The inner optimizer updates the master weights of float16 and bfloat16 parameters in
+    float32. A step with a non-finite gradient is skipped: the parameters and the inner
+    optimizer do not change, and the scaler counts an overflow. Attributes of the inner
+    optimizer, such as ``weight_decay``, can be read and set through the wrapper.
 
     Args:
-        optimizer (Optimizer): Any optimizer from ``mlx.optimizers``, or a subclass. A
-            third-party optimizer costs one device read per eager step.
+        optimizer (Optimizer): An optimizer from ``mlx.optimizers``, or a third-party
+            ``Optimizer`` that does not override ``update``. The latter costs one device
+            read per eager step.
         scaler (GradScaler, optional): The loss scaler. Default: a new ``GradScaler``.
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
@@ -52,12 +52,12 @@ class LossScaleOptimizer(Optimizer):
             store only the rounding error, in 16 bits. This takes two bytes less per
             half-precision parameter, but is slower on CPUs. Default: ``"float32"``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
-            all of them apply a step or none does. Default: ``None``.
-        average (bool): Average the gradients over the group, in float32.
+            all of them apply a step or none does. Default: the group of ``scaler``.
+        average (bool): Average the gradients, except shards, over the group in float32.
             Default: ``False``.
         sharded (Callable or bool, optional): Which gradients are shards: a function of
-            path and gradient, or a bool for all of them. Other gradients must be equal
-            on all ranks, and count once in the norm. Default: ``None``.
+            path and array, or a bool for all of them. Other gradients must be equal on
+            all ranks once averaged, and count once in the norm. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -119,21 +119,22 @@ class LossScaleOptimizer(Optimizer):
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
+        """Differentiate with loss scaling; see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(model, loss_fn, *args, **kwargs)
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Wrap a loss function for a trainer: see :meth:`GradScaler.scale_loss`."""
+        """Wrap a loss function for a trainer; see :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
     def init(self, parameters: Any) -> None:
         """Create master weights and the inner optimizer's state for ``parameters``.
 
         Call this before compiling a step, and again after unfreezing or adding layers;
-        existing state is kept. In distributed training, all ranks must call it, and all
-        of them raise if their parameters or settings differ.
+        existing state is kept. All ranks of a group must call it, and all of them raise
+        if their settings or parameters differ. Parameter values are compared only with
+        ``average=True``, and shards are not compared.
 
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
@@ -165,12 +166,12 @@ class LossScaleOptimizer(Optimizer):
     def update(self, model: nn.Module, gradients: Any) -> None:
         """Update the model in place, or skip the step; then update the loss scale.
 
-        The step is skipped if any gradient is non-finite.
+        The step is skipped if a gradient or, with clipping, the norm is non-finite.
 
         Args:
             model (nn.Module): The model to update.
-            gradients (Any): The gradients from :meth:`value_and_grad`, or unscaled
-                gradients from any other source.
+            gradients (Any): The gradients. They must be unscaled, unless they come from
+                :meth:`GradScaler.scale`.
         """
         check_model(model, "update", "apply_gradients()")
         if self._needs_init():
@@ -179,10 +180,10 @@ class LossScaleOptimizer(Optimizer):
         self._scaler._end_iteration()
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
-        """Like :meth:`update`, for a tree of parameters.
+        """Like :meth:`update`, but take and return a tree of parameters.
 
-        The tree must contain every parameter that has a gradient. Returns the new
-        parameters, in the structure of ``gradients``.
+        ``parameters`` must contain every parameter that has a gradient. The returned
+        tree has the structure of ``gradients``.
         """
         new = self._plan(gradients, parameters).commit()
         self._scaler._end_iteration()
@@ -215,7 +216,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler, fixed at construction."""
+        """The loss scaler, which cannot be replaced."""
         return self._scaler
 
     @property
@@ -225,7 +226,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The maximum gradient norm, or None without clipping.
+        """The maximum gradient norm, or None if the optimizer was created without one.
 
         A new value takes effect in compiled steps too.
         """
@@ -244,13 +245,13 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The last step's gradient norm before clipping, or None without clipping."""
+        """The last gradient norm before clipping, or None without ``max_grad_norm``."""
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32, using master weights where they exist.
 
-        If a weight was replaced after the last step, its new value is returned.
+        If a weight was replaced after a step, the result rounds to the new weight.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
@@ -259,8 +260,8 @@ class LossScaleOptimizer(Optimizer):
 
         Args:
             parameters (Any): The parameters of the model.
-            masters (Any): A tree of the same structure, with the float32 values that
-                the parameters were rounded from.
+            masters (Any): The float32 values that the parameters were rounded from, in
+                the same structure. Parameters may be left out.
         """
         for leaf in match(masters, parameters, "master weight"):
             if leaf.parameter.dtype in HALF:
@@ -270,11 +271,11 @@ class LossScaleOptimizer(Optimizer):
     def state(self) -> dict[str, Any]:
         """The tree of arrays to save and to pass to ``mx.compile``.
 
-        Assigning a saved state replaces the arrays in the existing dicts. If you assign
-        it before calling :meth:`init`, :meth:`init` checks it against the parameters.
-        Assigning the state of a plain optimizer sets the state of the inner optimizer.
-        Assigning ``{}`` frees the memory of moments and master weights. Other keys,
-        such as ``state["step"]``, are forwarded to the inner optimizer.
+        Assigning a saved state replaces the arrays in the existing dicts, except
+        ``max_grad_norm``. If you assign it before calling :meth:`init`, :meth:`init`
+        checks it against the parameters. Assigning a plain optimizer's state sets the
+        inner optimizer's state. Assigning ``{}`` frees the memory of moments and master
+        weights. Other keys, such as "step", refer to the inner optimizer's state.
         """
         # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
         # user may have replaced the inner optimizer's state.
@@ -293,7 +294,7 @@ class LossScaleOptimizer(Optimizer):
             self._set_inner(state)
 
     def _free(self) -> None:
-        # Create new dicts, because the user may keep the old ones and assign them.
+        # Create new dicts, because the user may keep the old ones to assign again.
         self._masters.state = {name: {} for name in self._masters.state}
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
@@ -314,8 +315,8 @@ class LossScaleOptimizer(Optimizer):
         parts = list(single_optimizers(self.optimizer))
         if len(states) != len(parts):
             raise ValueError(
-                f"The state is for {len(states)} inner optimizers, but this optimizer "
-                f"has {len(parts)}. {_SAME}"
+                f"The number of inner optimizers is {len(states)} in the state, but "
+                f"{len(parts)} in this optimizer. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
             places = [place for place, _ in walk(part.state)]
@@ -331,7 +332,7 @@ class LossScaleOptimizer(Optimizer):
         self._initialized = False
 
     def _load(self, loaded: dict[str, Any]) -> None:
-        """Replace the whole state, or raise without replacing any of it."""
+        """Load a flat state, except ``max_grad_norm``, or raise and change nothing."""
         loaded.pop("max_grad_norm", None)
         scaler = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
         for name, x in scaler.items():
@@ -351,7 +352,7 @@ class LossScaleOptimizer(Optimizer):
         self.scaler._fill(fields)
 
     def _write(self, loaded: dict[str, Any]) -> None:
-        """Replace every array except the scaler's, or raise without replacing any."""
+        """Write loaded values to the state, or raise if they do not match it."""
         places = slots(self.state)
         here = {".".join(map(str, path)): (box, key) for path, box, key in places}
         here = {p: x for p, x in here.items() if not p.startswith(_NOT_LOADED)}
@@ -369,7 +370,7 @@ class LossScaleOptimizer(Optimizer):
             self._adopt(loaded)
 
     def _adopt(self, loaded: dict[str, Any]) -> None:
-        """Add values to the state without checking them against its contents."""
+        """Write loaded values to the state without comparing them with its arrays."""
         self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
         for path, x in loaded.items():
             name, _, own_path = path.partition(".")
@@ -415,8 +416,8 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and skipped steps, but no loss scaling.
 
-    This is intended for bfloat16, which has the range of float32. The loss function
-    does not change. Equivalent to
+    Use it with bfloat16, which has the range of float32 and needs no loss scaling. Get
+    the gradients from ``nn.value_and_grad``. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
 
     Args:
@@ -439,7 +440,7 @@ class GuardedOptimizer(LossScaleOptimizer):
 
 
 class _State(dict[str, Any]):
-    """The state of a wrapper, which forwards other keys to the inner optimizer."""
+    """A wrapper's state, whose other keys refer to the inner optimizer's state."""
 
     owner: Optimizer
 

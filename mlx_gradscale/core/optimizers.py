@@ -1,7 +1,7 @@
 """Initialize, compile and roll back MLX's optimizers.
 
-Only this file of the core uses private attributes of ``mlx.optimizers``. If MLX renames
-one, tests/core/test_structure.py fails.
+No other file of the core uses private attributes of the optimizers that it steps. If
+MLX renames one, tests/core/test_structure.py fails.
 """
 
 import weakref
@@ -25,14 +25,14 @@ _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 
 def check_supported(optimizer: Any) -> None:
-    """Raise if this is not an optimizer, or overrides a method that steps bypass."""
+    """Raise if ``optimizer`` is not an optimizer whose steps can be skipped."""
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {kind.__name__}.")
     if hasattr(kind, "scaler"):
         raise TypeError(
             "A LossScaleOptimizer has its own scaler, so it cannot be wrapped or used "
-            "with a GradScaler. Call its own update(model, grads)."
+            "with another GradScaler. Call its own update(model, grads)."
         )
     bypassed: dict[str, Any] = {"update": Optimizer.update}
     if isinstance(optimizer, MultiOptimizer):
@@ -43,13 +43,13 @@ def check_supported(optimizer: Any) -> None:
         if getattr(kind, name) is not method:
             inner = " of its inner optimizers" if len(bypassed) > 1 else ""
             raise TypeError(
-                f"{kind.__name__} overrides {name}(), which a guarded step does not "
+                f"{kind.__name__} overrides {name}(), which mlx_gradscale does not "
                 f"call. Implement the step in apply_gradients(){inner} instead."
             )
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of MLX's own.
+    """Return whether an optimizer, or every one in a ``MultiOptimizer``, is MLX's own.
 
     MLX's own optimizers read only their settings and state, so they can be compiled.
     """
@@ -79,14 +79,14 @@ def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
 
 
 def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
-    """Return the paths that each optimizer of a ``MultiOptimizer`` updates now."""
+    """List the paths that each part of a ``MultiOptimizer`` updates; [] for others."""
     if not isinstance(optimizer, MultiOptimizer):
         return []
     return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
 
 
 def needs_init(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has no state, or lost it in a failed trace."""
+    """Return whether an optimizer is uninitialized, or lost its state while tracing."""
     is_empty = True
     for part in single_optimizers(optimizer):
         if not part._initialized:
@@ -96,10 +96,10 @@ def needs_init(optimizer: Optimizer) -> bool:
 
 
 def initialize(optimizer: Optimizer, parameters: Any) -> None:
-    """Create float32 optimizer state for every parameter that has none.
+    """Create float32 state for parameters that have none, and upcast existing state.
 
-    MLX initializes state in the dtype of the parameters. In float16, one Adam step with
-    a gradient below 5e-3 would leave the second moment at zero.
+    MLX initializes state in the dtype of the parameters. In float16, Adam's second
+    moment would stay zero after a step with a gradient below 5e-3.
     """
     for part, tree in parts(optimizer, parameters):
         if "step" not in part.state:
@@ -119,7 +119,7 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
-    """Return the schedule values of each single optimizer for this step.
+    """Return this step's scheduled values, such as learning rates, per optimizer.
 
     They are computed outside the compiled function, because a schedule is Python code
     and may depend on anything.
@@ -134,7 +134,7 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 def borrowed(
     optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
 ) -> Iterator[None]:
-    """Let an optimizer take a trial step, and roll it back on exit."""
+    """Let an optimizer step with these scheduled values; roll it back on exit."""
     singles = list(single_optimizers(optimizer))
     private = [(part, part._state, part._schedulers) for part in singles]
     saved = snapshot(*(part.state for part in singles))
@@ -159,7 +159,7 @@ _compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {
 def autocompiled(
     make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return the function from ``make_run``, compiled for one of MLX's own optimizers.
+    """Return the function from ``make_run``, compiled if the settings allow it.
 
     The function is compiled from the first step on: a compiled step may round
     differently, and a resumed run must be bit-identical to an uninterrupted one. It is

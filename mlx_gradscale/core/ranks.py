@@ -27,7 +27,7 @@ _BUCKET_BYTES = 32 * 2**20
 
 
 def is_single(group: Group | None) -> bool:
-    """Return whether a group contains no other rank."""
+    """Return whether there is no group, or only one rank in it."""
     return group is None or group.size() == 1
 
 
@@ -64,7 +64,7 @@ class Ranks:
         self._decides_alone = self.is_single or (average and not sharded)
 
     def is_shard(self, path: str, x: mx.array) -> bool:
-        """Return whether a gradient, or its parameter, is a shard."""
+        """Return whether the gradient or parameter at ``path`` is a shard."""
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The update rule of the loss scale, its settings, and PyTorch's state dict."""
+"""The settings and update rule of the loss scale, and its state dict."""
 
 import math
 from typing import Any
@@ -113,7 +113,7 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 
 def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
-    """Return a new scale, clamped, or the current scale for an invalid array."""
+    """Clamp a new scale; return the current one if an array holds an invalid value."""
     is_array = isinstance(value, mx.array) and value.size == 1
     if not (is_array and value.dtype != mx.bool_) and not _is_scale(value):
         raise ValueError(
@@ -127,7 +127,7 @@ def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
 
 
 def as_array(name: str, value: Any) -> mx.array:
-    """Convert a field to a 0-d array for the state."""
+    """Convert the value of a field to a 0-d array."""
     dtype = FIELDS[name][0]
     # MLX does not accept Python ints of 64 bits or more.
     return mx.array(float(value) if dtype == mx.float32 else value, dtype)
@@ -214,7 +214,7 @@ def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_state_dict(state_dict: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a state dict from this package or PyTorch, or raise.
+    """Return the fields of a state dict from this package or PyTorch; raise if invalid.
 
     Missing counters start at zero; missing settings keep their current values.
     """

@@ -1,4 +1,4 @@
-"""``GradScaler``: PyTorch's loss scaler for MLX trees, without host syncs."""
+"""``GradScaler``: PyTorch's loss scaler for MLX, without host syncs."""
 
 import os
 from collections.abc import Callable
@@ -38,11 +38,11 @@ class _Stage:
 
 
 class GradScaler:
-    """Scale the loss dynamically to keep float16 gradients in range.
+    """Scale the loss to keep float16 gradients in range, and skip steps that overflow.
 
     The scale, counters and settings are stored in :attr:`state`, a dict of 0-d arrays.
-    If you pass it to ``mx.compile``, the whole training step, including the decision to
-    skip, becomes one compiled function that never waits for the device.
+    Pass it to ``mx.compile`` to compile the whole training step, including the decision
+    whether to skip it.
 
     There are two modes, and the first call selects one. With :meth:`value_and_grad` or
     :meth:`scale_loss`, you get unscaled float32 gradients, which your code can clip,
@@ -53,17 +53,17 @@ class GradScaler:
         init_scale (float): The initial loss scale. Default: ``65536.0``.
         growth_factor (float): Multiplies the scale after ``growth_interval`` finite
             steps in a row. Default: ``2.0``.
-        backoff_factor (float): Multiplies the scale after an overflow.
-            Default: ``0.5``.
+        backoff_factor (float): Multiplies the scale when it backs off, by default after
+            every overflow. Default: ``0.5``.
         growth_interval (int): The number of consecutive finite steps after which the
             scale grows. Default: ``2000``.
-        enabled (bool): If false, nothing is scaled, and steps are not guarded: a NaN
-            gradient is applied. Default: ``True``.
-        backoff_interval (int): The number of consecutive overflows before the scale
-            backs off, as in Paddle. Cannot be combined with ``hysteresis``.
+        enabled (bool): If false, nothing is scaled and no step is skipped, even if a
+            gradient is NaN. Default: ``True``.
+        backoff_interval (int): The number of consecutive overflows after which the
+            scale backs off, as in Paddle. Cannot be combined with ``hysteresis``.
             Default: ``1``.
-        hysteresis (int): The number of overflows, consecutive or not, before the scale
-            backs off, as in Megatron and DeepSpeed. The count restarts after
+        hysteresis (int): The scale backs off only from this many overflows on,
+            consecutive or not, as in Megatron and DeepSpeed. The count restarts after
             ``growth_interval`` finite steps in a row. Default: ``1``.
         dynamic (bool): If false, the scale is constant; overflowing steps are still
             skipped. Default: ``True``.
@@ -142,7 +142,7 @@ class GradScaler:
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """The dict of arrays to pass to ``mx.compile(inputs=..., outputs=...)``."""
+        """The dict of arrays to pass to ``mx.compile`` as both inputs and outputs."""
         return self._state
 
     @property
@@ -163,22 +163,22 @@ class GradScaler:
 
         The returned function returns the unscaled output of ``loss_fn`` and unscaled
         float32 gradients. Gradients are lazy: if you pass them unmodified to
-        :meth:`step`, a GPU needs no float32 copy. A gradient that overflows becomes
-        NaN, which survives clipping, accumulation and averaging.
+        :meth:`step`, a GPU needs no float32 copy. Values that overflow become NaN,
+        which survives clipping, accumulation and averaging.
 
         Args:
             model (nn.Module): The model to differentiate.
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
             compute_dtype (Dtype, optional): Cast floating-point trainable parameters
-                and arguments to this dtype for the forward pass. The model keeps its
-                own parameters. Default: ``None``.
+                and arguments to this dtype for the forward pass. The parameters of the
+                model itself keep their dtypes. Default: ``None``.
             keep (Callable, optional): A function of path and parameter that returns
                 True to leave the parameter in its own dtype. MLX then promotes
                 everything computed from it. To cast the output of a layer back, use
                 ``float32_layers`` instead. Default: ``None``.
-            cast_inputs (bool): Whether to cast floating-point arguments of ``loss_fn``
-                too. A target of 1e5 is inf in float16. Default: ``True``.
+            cast_inputs (bool): If false, do not cast arguments of ``loss_fn``, such as
+                a target of 1e5, which is inf in float16. Default: ``True``.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn
@@ -204,8 +204,8 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change, and gradients come out unscaled, in
-        float32. This covers gradients with respect to the model's parameters or,
+        The value of the loss does not change, and its gradients are unscaled and in
+        float32. You can differentiate with respect to the model's parameters or,
         without a model, the arrays in the first argument.
 
         Args:
@@ -256,11 +256,12 @@ class GradScaler:
         self._mode = mode
 
     def unscale_(self, optimizer: Optimizer, grads: Any) -> Any:
-        """Unscale the gradients in place, in float32, and return the same tree.
+        """Unscale the gradients in place, in float32, and return them.
 
-        Use it to clip or inspect gradients before :meth:`step`. Gradients from
-        :meth:`value_and_grad` are already unscaled and do not change. A tree that
-        contains tuples cannot be modified in place; use the returned tree.
+        Use it to clip or inspect gradients before :meth:`step`, which is skipped if one
+        of them is non-finite here, even if it is clipped afterwards. Gradients from
+        :meth:`value_and_grad` are already unscaled and do not change. A single array,
+        or a tree with tuples, is not modified; use the returned gradients.
 
         Args:
             optimizer (Optimizer): The optimizer that will step with these gradients.
@@ -300,10 +301,11 @@ class GradScaler:
         return unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Update model and optimizer if all gradients are finite, else skip the step.
+        """Update the model and optimizer, or skip the step if a gradient is non-finite.
 
         Args:
-            optimizer (Optimizer): Any optimizer from ``mlx.optimizers``, or a subclass.
+            optimizer (Optimizer): An optimizer from ``mlx.optimizers``, or a
+                third-party ``Optimizer`` that does not override ``update``.
             model (nn.Module): The model to update.
             grads (Any): The gradients. In PyTorch's mode they are unscaled here,
                 unless :meth:`unscale_` has already done so.
@@ -328,10 +330,10 @@ class GradScaler:
         return self.last_step_applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
-        """Like :meth:`step`, for a tree of parameters.
+        """Like :meth:`step`, but take and return a tree of parameters.
 
-        The tree must contain every parameter that has a gradient. Returns the new
-        parameters, in the structure of ``grads``.
+        ``parameters`` must contain every parameter that has a gradient. The returned
+        tree has the structure of ``grads``.
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -367,7 +369,7 @@ class GradScaler:
         return planned
 
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
-        """Lazily unscale gradients from ``scale()``; return any others as is."""
+        """Lazily unscale gradients that are still scaled; return others as they are."""
         is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
         is_model = isinstance(grads, nn.Module)  # rejected by match()
         if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
@@ -385,8 +387,7 @@ class GradScaler:
             self._backward.warn_once(
                 "These gradients do not come from this scaler, so small float16 "
                 "gradients may have underflowed. Get them from value_and_grad() or "
-                "scale_loss(), or use GuardedOptimizer to skip bad steps without loss "
-                "scaling."
+                "scale_loss(). To train without loss scaling, use GuardedOptimizer."
             )
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -397,8 +398,8 @@ class GradScaler:
 
         Args:
             new_scale (float or array, optional): Set the scale to this value instead,
-                clamped to ``min_scale`` and ``max_scale``. An array that is not a
-                positive finite number leaves the scale unchanged.
+                clamped to ``min_scale`` and ``max_scale``. An array whose value is not
+                positive and finite leaves the scale unchanged.
         """
         if not self._enabled:
             return
@@ -437,35 +438,35 @@ class GradScaler:
         return [(self._state, name, value) for name, value in changed.items()]
 
     def get_scale(self) -> float:
-        """Read the scale from the device; 1.0 if the scaler is disabled."""
+        """Return the scale, read from the device, or 1.0 if the scaler is disabled."""
         return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Return whether the scaler is enabled."""
+        """Return whether the scaler scales losses and skips steps."""
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        """Read the growth factor."""
+        """Return the factor that multiplies the scale when it grows."""
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for compiled steps."""
+        """Set the growth factor, for compiled steps too."""
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
-        """Read the backoff factor."""
+        """Return the factor that multiplies the scale when it backs off."""
         return float(self._get("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, also for compiled steps."""
+        """Set the backoff factor, for compiled steps too."""
         self._set("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
-        """Read the growth interval."""
+        """Return the number of finite steps after which the scale grows."""
         return int(self._get("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, also for compiled steps."""
+        """Set the growth interval, for compiled steps too."""
         self._set("growth_interval", new_interval)
 
     def _get(self, name: str) -> Any:
@@ -477,12 +478,12 @@ class GradScaler:
 
     @property
     def skipped_steps(self) -> mx.array:
-        """The number of skipped steps, as a lazy 0-d array."""
+        """The total number of skipped steps, as a lazy 0-d array."""
         return self._state["skipped_steps"]
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """The number of non-finite updates in a row, as a lazy 0-d array."""
+        """The number of consecutive overflows, as a lazy 0-d array."""
         return self._state["consecutive_skips"]
 
     @property
@@ -493,8 +494,8 @@ class GradScaler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, in PyTorch's format.
 
-        The dict contains PyTorch's five keys, and this package's own keys only if they
-        differ from their defaults. The dict of a disabled scaler is empty.
+        The dict contains PyTorch's five keys, and this package's own fields only if
+        they differ from their defaults. The dict of a disabled scaler is empty.
         """
         return rule.to_state_dict(rule.read(self._state)) if self._enabled else {}
 
@@ -511,15 +512,15 @@ class GradScaler:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to a single file, atomically.
 
-        The name must end in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
-        ``.pt.gz`` are compressed.
+        The name must end in ``.pt``, ``.json`` or ``.safetensors``, or for a compressed
+        file in ``.pt.gz`` or ``.json.gz``.
         """
         from ..state_files import save_state
 
         save_state(path, self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a file from :meth:`save`, or a scaler state saved by PyTorch."""
+        """Load a state dict from a file written by :meth:`save` or ``torch.save``."""
         from ..state_files import load_state
 
         self.load_state_dict(load_state(path))
@@ -555,7 +556,7 @@ def _advance(
 
 
 def check_model(model: Any, method: str, instead: str) -> None:
-    """Raise if the argument of a method is not a model."""
+    """Raise if ``model``, an argument of ``method``, is not an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"The model passed to {method}() must be an nn.Module, got "

@@ -1,4 +1,4 @@
-"""Walk trees of arrays, match gradients to parameters, and commit writes."""
+"""Walk trees of arrays, match gradients to parameters, and replace arrays."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
 def walk(
     tree: Any, path: tuple[Any, ...] = (), found: list[tuple[Slot, Any]] | None = None
 ) -> list[tuple[Slot, Any]]:
-    """List every leaf, with its location, except in private children of a model."""
+    """List every leaf and its location, except in private containers of a model."""
     found = [] if found is None else found
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if not isinstance(value, CONTAINERS):
@@ -91,8 +91,7 @@ def _match(
             )
         elif not isinstance(gradient, mx.array):
             raise TypeError(
-                f"The {what} of {path!r} must be an mx.array, got {gradient!r}. Pass a "
-                f"tree with one array for each {what}."
+                f"The {what} of {path!r} must be an mx.array, got {gradient!r}."
             )
         elif gradient.shape != parameter.shape:
             raise ValueError(
@@ -110,7 +109,7 @@ def _match(
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Write all (container, key, value) triples in a single C call."""
+    """Write (container, key, value) triples in one C call, to guard against Ctrl-C."""
     deque(starmap(setitem, list(writes)), maxlen=0)
 
 

@@ -281,7 +281,7 @@ def test_state_of_another_number_of_optimizers_is_refused():
     saved.init(weights)
     before = bits(optimizer.state)
     with pytest.raises(
-        ValueError, match="is for 3 inner optimizers, but this optimizer has 2"
+        ValueError, match="optimizers is 3 in the state, but 2 in this optimizer"
     ):
         optimizer.state = dict(tree_flatten(saved.state))
     assert bits(optimizer.state) == before
