@@ -155,7 +155,7 @@ def _run_in_float32(trial: Trial, name: str) -> Run:
 
 
 def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
-    """Run in half precision, with smaller loss scales if only the gradients overflow."""
+    """Run in half precision; lower the loss scale while only gradients overflow."""
     for scale in _SCALES:
         _logger.info("In half precision with float32 layers %s", [*where])
         half = trial.run([*where], scale)

@@ -254,7 +254,7 @@ class Trial:
 
     @property
     def maximum(self) -> float:
-        """The largest finite number of bfloat16 for a bfloat16 model, else of float16."""
+        """bfloat16's largest finite number for a bfloat16 model, else float16's."""
         own = {x.dtype for x in leaves(self.model.parameters())}
         dtypes = own if self.compute_dtype is None else {self.compute_dtype}
         is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
