@@ -1,4 +1,4 @@
-"""How fast are PyTorch checkpoints read and written, and in how much memory?
+"""How fast are PyTorch checkpoints read and written, and how much memory is needed?
 
 The checkpoint has 1 GB (64 MB with --quick); half of its tensors are float32 and half
 bfloat16. This package and PyTorch take turns, each call in a process of its own. Memory

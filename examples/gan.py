@@ -1,8 +1,8 @@
 """Train a GAN: two models and two optimizers with one scaler.
 
-If gradients overflow, ``scaler.step`` skips the step of the optimizer that it is called
-with. Call ``scaler.update`` once, after both steps; it reduces the scale if either was
-skipped. If the gradients of the models differ by orders of magnitude, use two scalers.
+``scaler.step`` skips an optimizer's step if the gradients passed to it overflow. Call
+``scaler.update`` once, after both steps; it reduces the scale if either was skipped. If
+the gradients of the two models differ by orders of magnitude, use two scalers.
 
 ``compute_dtype`` casts only the differentiated model and the arguments. A second model
 in the loss would compute in float32, so both models are submodules of one model here.

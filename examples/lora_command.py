@@ -1,4 +1,4 @@
-"""Fine-tune all weights of a model in float16 with a command, and resume the run.
+"""Fine-tune all weights of a model in float16 with mlx_gradscale lora, and resume.
 
 ``mlx_gradscale lora`` accepts all flags of ``mlx_lm.lora`` and adds a few. This script
 generates a model, a tokenizer and data, so nothing is downloaded. For your model, run

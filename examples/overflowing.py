@@ -1,7 +1,7 @@
-"""Five small models that overflow in float16 in the forward pass, as real models do.
+"""Five small models whose forward pass overflows in float16, as in real models.
 
 Each model learns sequences that repeatedly count from 0 to their first number. All
-models train in float32, but none trains in float16, whatever the loss scale:
+models train in float32. In float16, they fail at any loss scale, each for one reason:
 
     residual   a residual stream above 65504, as in Gemma 3
     mlp        a gated feed-forward layer whose product is above 65504, as in T5

@@ -60,7 +60,7 @@ def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
 
 
 def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
-    """Route a module's calls through handlers; without any, restore its class."""
+    """Route a module's calls through handlers; with no handlers, restore its class."""
     cls = _original(type(module))
     object.__setattr__(module, "__class__", _intercepted(cls) if handlers else cls)
     vars(module).pop(_HANDLERS, None)

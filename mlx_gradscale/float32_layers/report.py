@@ -40,7 +40,7 @@ class Row:
 
     @property
     def headroom(self) -> float:
-        """``log2(maximum / largest)``: how many times the largest value can double."""
+        """``log2(maximum / largest)``, the number of doublings before an overflow."""
         return math.log2(self.maximum / self.largest) if self.largest else math.inf
 
     @property

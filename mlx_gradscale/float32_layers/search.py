@@ -195,7 +195,7 @@ class _Search:
     # Large values between layers, as measured in the float32 run.
 
     def cover(self, call: Call) -> None:
-        """Select the layers inside a call that exchange values close to the maximum."""
+        """Select layers in a call that exchange values near or above the maximum."""
         if call.path is None:
             self._given = {v.magnitude for c in call.children for v in c.inputs}
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
@@ -271,7 +271,7 @@ class _Search:
             self.reasons[entry] = why
 
     def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
-        """Return the smallest layer or chain that fixes a fault, or None."""
+        """Return the next layer or chain to compute in float32, or None."""
         if path is not None:
             inside = self._paths(self.reasons)
             called = {"", *(value.path for value in half.forward)}

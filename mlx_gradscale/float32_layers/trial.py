@@ -66,7 +66,7 @@ class Value:
 
     @property
     def is_mask(self) -> bool:
-        """Whether this is an additive mask: at most 0, and without a gradient."""
+        """Whether this looks like a mask: its maximum is 0, and it has no gradient."""
         return self.maximum == 0 and not self.has_gradient
 
     @property
@@ -267,7 +267,7 @@ class Trial:
         return dict(tree_flatten(tree, is_leaf=is_opaque))
 
     def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
-        """Run the batch forward and backward, and restore the model.
+        """Measure a forward and backward pass of the batch, without changing the model.
 
         ``where`` replaces the model's float32 layers for this run; None keeps them.
         """
@@ -287,7 +287,7 @@ class Trial:
         return result
 
     def run_in_float32(self) -> Run:
-        """Run the batch forward and backward in float32, and restore the model."""
+        """Measure a float32 pass of the batch, without changing the model."""
         with preserved(self.model):
             # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)

@@ -21,7 +21,7 @@ FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 
 @dataclass(frozen=True)
 class Chain:
-    """A layer, or layers that pass float32 to each other, and the entry for them."""
+    """One layer, or several that pass float32 to each other, and the entry for them."""
 
     entry: str
     paths: list[str]

@@ -4,7 +4,7 @@ The context replaces MLX's gradient functions, optimizer steps and ``mx.compile`
 threads. Gradients come from a scaled loss, and each backward pass updates the scale,
 whatever the trainer does with the gradients. A ``GuardedOptimizer`` takes the steps and
 shares the state of the trainer's optimizer, so the trainer can still read, set and
-pickle this state. Functions that the trainer compiles also capture our own state.
+pickle this state. Functions that the trainer compiles also capture the scaler's state.
 """
 
 import sys
@@ -213,7 +213,7 @@ class Everywhere:
     def refresh(self) -> None:
         """Update the list of states that compiled functions capture, and evaluate it.
 
-        Otherwise the graph of these states, which no trainer evaluates, would grow.
+        The trainer does not evaluate these states, so their graph would keep growing.
         """
         self._parts = [(x, part) for x, part in self._parts if x() is not None]
         self.state[:] = [part.state for _, part in self._parts]
@@ -305,7 +305,7 @@ _entered: list[Everywhere] = []
 
 
 def _current() -> Everywhere | None:
-    """Return the active context, or None for calls from inside an internal module."""
+    """Return the active context; None if there is none or an internal module calls."""
     frame = sys._getframe(1) if _entered else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_INTERNAL):
@@ -401,7 +401,7 @@ def _compile(
     outputs: Any = None,
     shapeless: bool = False,
 ) -> _Fn:
-    """Compile a function; if it trains, also capture our state.
+    """Compile a function; if it trains, also capture the state of the context.
 
     The function runs uncompiled until it has done a training step, because finding the
     first scale reads values, and only this step shows that the function trains.
