@@ -47,7 +47,7 @@ class Row:
     def overflows_inside(self) -> bool:
         """Whether the layer was selected although its inputs and outputs fit.
 
-        Usually, an intermediate result inside the layer overflows.
+        Usually, an intermediate result inside the layer overflows or comes close.
         """
         return self.is_selected and self.largest <= self.maximum
 

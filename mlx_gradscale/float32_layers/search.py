@@ -173,7 +173,7 @@ class _Search:
         self.halves: list[Run] = []
         self._model = trial.model
         self._maximum, self._margin = trial.maximum, margin
-        # Magnitudes of the values that the loss function passes to layers; these fit.
+        # Magnitudes of the values that the loss function passes to layers, to ignore.
         self._given: set[float] = set()
 
     def report(self, problem: str) -> Float32Search:
