@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"one or more of {', '.join(QUESTIONS)}",
+        help=f"any of {', '.join(QUESTIONS)} (default: all)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="run small cases, in about two minutes"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all tables to a JSON file"
     )
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="plot the times")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="plot the ratios")
     parser.add_argument(
         "--as-on-gpu",
         action="store_true",

@@ -1,9 +1,9 @@
 """How many bytes does a step move, and how many kernels does it launch?
 
-Both determine the speed on a GPU. They are counted from the graph of the compiled step,
-without the backward pass, and do not depend on the machine, with one exception: on a
-CPU, float16 gradients are cast in separate kernels, one per leaf. This is faster on a
-CPU but moves 8 more bytes per parameter.
+Both should dominate the time on a GPU. They are counted from the graph of the compiled
+step, without the backward pass. The counts are the same on every machine, except that a
+CPU casts float16 gradients in separate kernels, one per leaf. This is faster on a CPU
+but moves 8 more bytes per parameter.
 """
 
 import io
@@ -135,9 +135,9 @@ def _sizes(
 ) -> dict[str, tuple[float, int]]:
     """Return the number of elements and the item size of every array in the graph.
 
-    The graph has sizes only for named arrays, the inputs and outputs of the step. The
-    sizes of intermediates are inferred: a reduction returns one element, slices share
-    their input, and everything else is as large as its largest input.
+    Only the sizes of named arrays, the inputs and outputs of the step, are known. The
+    sizes of intermediates are inferred: a reduction returns one element, the slices of
+    an array have equal sizes, and other results are as large as their largest input.
     """
     sizes: dict[str, tuple[float, int]] = {
         name: (float(x.size), x.dtype.size) for name, x in named.items()

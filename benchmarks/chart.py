@@ -8,7 +8,7 @@ _COLORS = ("#0969da", "#54aeff", "#b6e3ff")
 
 
 def draw(rows: Rows, path: str | os.PathLike[str], machine: str) -> None:
-    """Draw the rows of ``optimizer_phase`` as bars, with one color per size.
+    """Draw the ratios in the table of ``optimizer_phase`` as bars, one color per size.
 
     Args:
         rows (list): The rows of the table.

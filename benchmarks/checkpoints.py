@@ -1,12 +1,12 @@
-"""How fast are PyTorch checkpoints read and written, and in how much memory?
+"""How fast are PyTorch checkpoints read and written, and how much memory is needed?
 
 The checkpoint has 1 GB (64 MB with --quick); half of its tensors are float32 and half
 bfloat16. This package and PyTorch take turns, each call in a process of its own. Memory
-is the peak during the call minus the memory in use before, divided by the tensor size.
-This package syncs a file to disk before it replaces an old one. torch.save does not, so
-it is also timed with a sync. This package also checks the CRC-32 of the data it loads.
+is the peak during the call minus the memory in use before, divided by the size of the
+tensors. This package syncs each file to disk, and torch.save does not, so it is also
+timed with a sync. This package also checks the CRC-32 of the data it loads.
 
-Run as ``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET``, it prints JSON.
+``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET`` measures one call.
 """
 
 import json
@@ -32,7 +32,7 @@ CONTENDERS = {
 
 
 def measure(quick: bool = False) -> Rows:
-    """Time every contender; without PyTorch, return only a note."""
+    """Measure all contenders; without PyTorch, return only a note."""
     if find_spec("torch") is None:
         return NO_TORCH
     size, rounds = (64e6, 3) if quick else (1e9, 5)
@@ -70,7 +70,7 @@ def _in_a_process(*arguments: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run one contender in this process, and print its time and memory."""
+    """Run one contender in this process, and print its time and memory as JSON."""
     contender, source, target = sys.argv[1:]
     action, _, by = contender.partition(" ")
     if action == MAKE:

@@ -1,8 +1,8 @@
-"""How much slower is the optimizer phase in a loop that is not compiled?
+"""How much slower is the optimizer phase with loss scaling, without mx.compile?
 
-The steps are the same as in optimizer_phase, without mx.compile. MLX's optimizers then
-run one kernel per operation. This package still compiles the update, so its steps can
-be faster than bare ones.
+The steps are the same as in optimizer_phase, but not compiled, so MLX's optimizers run
+one kernel per operation. This package compiles the update itself, so a step with loss
+scaling can be faster than a bare step.
 """
 
 from . import steps
@@ -16,7 +16,7 @@ NAMES = (
 
 
 def measure(quick: bool = False) -> Rows:
-    """Time eager steps of 8 M parameters."""
+    """Time uncompiled steps with 8 M parameters."""
     return [_compare(name, quick) for name in NAMES]
 
 

@@ -2,11 +2,11 @@
 
 The first step traces, compiles and runs AdamW; "scaled" is GradScaler.apply_gradients.
 Thousands of leaves of 64 values show the cost per leaf; 8 leaves show the cost of
-kernels. Each measurement runs in a process of its own: one with an empty kernel cache,
-and three that reuse its kernels. (MLX's CPU backend keeps kernels in the temporary
-folder; Metal has its own cache.)
+compiling kernels. Each step runs in a process of its own: one starts with an empty
+kernel cache, and three reuse its kernels. (MLX's CPU backend caches kernels in the
+temporary folder. Metal has its own cache, which is not emptied.)
 
-Run as ``python -m benchmarks.first_step VARIANT LEAVES``, it prints seconds.
+``python -m benchmarks.first_step VARIANT LEAVES`` times one step.
 """
 
 import os
@@ -66,7 +66,7 @@ def _in_a_process(variant: str, leaves: int, folder: str) -> float:
 
 
 def main() -> None:
-    """Time one first step in this process."""
+    """Time a first step in this process, and print the seconds."""
     variant, leaves = sys.argv[1], int(sys.argv[2])
     arrays = [mx.random.normal((64,)) for _ in range(leaves)]
     gradients = {f"layer{i}": {"weight": x} for i, x in enumerate(arrays)}

@@ -1,4 +1,4 @@
-"""Helpers of all benchmarks: time variants in turn, and describe the machine."""
+"""Helpers for the benchmarks: time variants in turn, and describe the machine."""
 
 import ctypes
 import gc
@@ -26,16 +26,16 @@ def take_turns(
     warm_up: int = 3,
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, float]:
-    """Run every variant once per round; return the lower quartile of its times.
+    """Time every variant once per round; return each variant's lower quartile.
 
-    A slow moment of the machine affects all variants equally, and the lower quartile
-    excludes most slow moments.
+    A slow phase of the machine then affects all variants, and the lower quartile
+    excludes most slow rounds.
 
     Args:
         runs (dict): The variants, as functions that return when their work is done.
         rounds (int): How many times each variant is timed.
-        warm_up (int): Number of untimed calls to compile and fill caches.
-        before (Callable): Called with the name before each call, untimed.
+        warm_up (int): Number of untimed calls per variant, to compile and fill caches.
+        before (Callable): Called with a variant's name before each call, untimed.
     """
     for name, run in runs.items():
         for _ in range(warm_up):
@@ -57,7 +57,7 @@ def take_turns(
 
 
 def lower_quartile(values: list[float]) -> float:
-    """Return the lower quartile, or the only value."""
+    """Return the lower quartile of the values; of one value, the value itself."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=4, method="inclusive")[0]
@@ -85,7 +85,7 @@ def release_memory() -> None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processor, the device, the system and the versions in use."""
+    """Return the device, the number of cores, the system and the installed versions."""
     metal = mx.metal.is_available()
     device = mx.device_info()["device_name"] if metal else _processor()
     found = {

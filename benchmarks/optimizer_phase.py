@@ -1,9 +1,9 @@
 """How much slower is the optimizer phase with loss scaling?
 
-Both run one compiled step from gradients to new parameters and optimizer state:
-"scaled" with this package, and "bare" with MLX's optimizer alone. A scaler has to read
-each gradient once more before anything is written, so the best possible ratio for AdamW
-in float32 is 8/7 = 1.14.
+Each variant is one compiled step from gradients to new parameters and optimizer state:
+"scaled" with this package, and "bare" with MLX's optimizer alone. A bare AdamW step in
+float32 reads four arrays and writes three. A scaler has to read each gradient once more
+before anything is written, so the best possible ratio for this step is 8/7 = 1.14.
 """
 
 from . import steps

@@ -27,7 +27,7 @@ RUNS = {BARE: Case()} | {k: x for k, x in CASES.items() if k.startswith("AdamW")
 
 
 def measure(quick: bool = False) -> Rows:
-    """Measure every run at 8 M parameters."""
+    """Measure every variant of AdamW with 8 M parameters."""
     rows = []
     for name in RUNS:
         kept, whole = whole_step(name)

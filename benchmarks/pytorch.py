@@ -1,9 +1,9 @@
 """How much time does a GradScaler add to the optimizer, in PyTorch and here?
 
 AdamW updates 8 M float32 parameters, and all variants take turns in one process. Both
-libraries run on the CPU, even on a Mac, and PyTorch on one thread like MLX's backend.
+libraries run on the CPU, even on a Mac. PyTorch uses one thread, as MLX does on a CPU.
 PyTorch unscales gradients in place, so they are rewritten before each step. Then 64 MB
-are touched, because a backward pass would also push gradients out of the cache.
+are touched, because a real backward pass would also push gradients out of the cache.
 """
 
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, bool]] = {
 
 
 class TorchStep:
-    """PyTorch's optimizer phase, bare or with its scaler."""
+    """A step of PyTorch's AdamW, bare or with PyTorch's ``GradScaler``."""
 
     def __init__(
         self, torch: Any, shapes: steps.Shapes, kind: dict[str, bool], scaled: bool
@@ -38,12 +38,12 @@ class TorchStep:
             parameter.grad = torch.empty_like(parameter)
 
     def refill(self) -> None:
-        """Rewrite the gradients."""
+        """Rewrite the gradients, which a scaled step unscales in place."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad.copy_(gradient)
 
     def run(self) -> None:
-        """Do one step."""
+        """Run one optimizer step."""
         if self.scaler is None:
             self.optimizer.step()
         else:

@@ -1,8 +1,7 @@
 """The optimizer steps to compare, written as in a user's script.
 
-The default mode is ``value_and_grad`` and ``update`` in one compiled step. The backward
-pass of the model costs nothing: its gradients are arrays that are already in memory, as
-after a real backward pass.
+By default, ``value_and_grad`` and ``update`` run in one compiled step. The model has no
+real backward pass: its gradients are arrays that are in memory before the step.
 """
 
 import math
@@ -28,7 +27,7 @@ def shapes_of(millions: int) -> Shapes:
 
 
 class Leaves(nn.Module):
-    """A model that has only weights."""
+    """A model with weights but no computation."""
 
     def __init__(self, shapes: Shapes, dtype: mx.Dtype = mx.float32):
         super().__init__()
@@ -81,7 +80,7 @@ class Step:
         return self.state
 
     def run(self) -> None:
-        """Do one step."""
+        """Run one step."""
         mx.eval(self.start())
 
 
@@ -192,7 +191,7 @@ def _zeros_like(tree: Any) -> Any:
 
 
 def parameter_count(shapes: Shapes) -> int:
-    """Return the number of parameters."""
+    """Return the number of parameters in arrays of these shapes."""
     return sum(map(math.prod, shapes))
 
 

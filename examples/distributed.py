@@ -9,8 +9,8 @@ On two machines, use ``--hosts 10.0.0.1,10.0.0.2`` instead of ``-n 2``. With
 from the last save, on any number of ranks.
 
 Every rank trains on its own shard of the data. The optimizer averages the gradients
-over all ranks. If the gradients of one rank overflow, all ranks skip the step, without
-a host sync.
+over all ranks. If the gradients of one rank overflow, all ranks skip the step. The
+check does not wait for the device.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Fix five models that overflow in float16, and draw the figures for docs/.
 
 The script trains each model from overflowing.py in float32, in float16, and in float16
-with the float32 layers that ``find_float32_layers`` returns. The table shows these
-layers, how much of the model stays in float16, and how many casts and kernels the
-layers add to one forward and backward pass.
+with the float32 layers that ``find_float32_layers`` returns. The table shows the final
+losses, these layers, the share of parameters that stay in float16, and how many casts
+and kernels the layers add to one forward and backward pass.
 
     python examples/float32_layers.py
 
@@ -36,7 +36,7 @@ PICTURES = ("residual", "norm")
 
 
 def train(model, loss_fn, steps):
-    """Return the mean loss of the last ten steps."""
+    """Train a model, and return the mean loss of the last ten steps."""
     optimizer = LossScaleOptimizer(optim.AdamW(1e-3), GradScaler(2.0**10))
     loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     losses = []
@@ -62,7 +62,7 @@ def kernels(model, loss_fn):
 
 
 def compare(name, steps):
-    """Train a model in three modes; return losses, float32 layers and added kernels."""
+    """Train a model in three modes; return losses, float32 layers and added costs."""
 
     def make(dtype):
         model, loss_fn = overflowing.MODELS[name]()

@@ -1,8 +1,8 @@
 """Train a GAN: two models and two optimizers with one scaler.
 
-``scaler.step`` skips the step of an optimizer if the gradients for it overflow. Call
+``scaler.step`` skips an optimizer's step if the gradients passed to it overflow. Call
 ``scaler.update`` once, after both steps; it reduces the scale if either was skipped. If
-the gradients differ by orders of magnitude, use one scaler per optimizer.
+the gradients of the two models differ by orders of magnitude, use two scalers.
 
 ``compute_dtype`` casts only the differentiated model and the arguments. A second model
 in the loss would compute in float32, so both models are submodules of one model here.

@@ -1,7 +1,7 @@
-"""Fine-tune all weights of a model in float16 with mlx-lm's command, and resume.
+"""Fine-tune all weights of a model in float16 with mlx_gradscale lora, and resume.
 
-``mlx_gradscale lora`` takes the flags of ``mlx_lm.lora``. The model, its tokenizer and
-the data are generated here, so nothing is downloaded. For your own model, run
+``mlx_gradscale lora`` accepts all flags of ``mlx_lm.lora`` and adds a few. This script
+generates a model, a tokenizer and data, so nothing is downloaded. For your model, run
 
     mlx_gradscale lora --model MODEL --train --data DATA --fine-tune-type full \\
         --dtype float16 --max-grad-norm 1.0 --history run.csv

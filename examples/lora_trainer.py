@@ -45,7 +45,7 @@ def make_model(full: bool) -> llama.Model:
 
 
 def make_data(length: int = 32) -> tuple[list, list]:
-    """Return training and validation rows: tokens, and the first position to learn."""
+    """Return training and validation rows, each (tokens, first position to learn)."""
     tokens = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
     rows = [(list(tokens[i : i + length]), 0) for i in range(0, 64 * length, length)]
     return rows[8:], rows[:8]

@@ -2,8 +2,8 @@
 
 Use this script as a starting point for your own plots: gradient_histogram shows the
 range of the gradients in one step, and ScaleHistory records a run without slowing it
-down. In the history, the loss scale starts far too high and doubles every 10 steps
-instead of every 2000, so that a short run shows how the scale changes.
+down. In the figure of the history, the loss scale starts far too high and doubles every
+10 steps instead of every 2000, so that a short run shows how the scale changes.
 
     python examples/make_pictures.py
 """
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "pictures"
 
 
 def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
-    """Train as in the quickstart and return the gradients of the last step."""
+    """Train as in quickstart.py, and return the gradients of the last step."""
     blur = gaussian_blur()
     blurred = blur @ photograph() @ blur.T
     blur = blur.astype(mx.float16)

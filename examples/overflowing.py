@@ -1,7 +1,7 @@
-"""Five small models that overflow float16 in the forward pass, as real models do.
+"""Five small models whose forward pass overflows in float16, as in real models.
 
-Each learns sequences that count up to their first number and start over. The weights
-are chosen so that the model trains in float32 but not in float16, at any loss scale:
+Each model learns sequences that repeatedly count from 0 to their first number. All
+models train in float32. In float16, they fail at any loss scale, each for one reason:
 
     residual   a residual stream above 65504, as in Gemma 3
     mlp        a gated feed-forward layer whose product is above 65504, as in T5
@@ -17,7 +17,7 @@ NUMBERS, LENGTH, WIDTH, LAYERS = 16, 16, 32, 6
 
 
 class Norm(nn.Module):
-    """RMSNorm as often written by hand, computed in the dtype of its input."""
+    """RMSNorm as it is often written by hand: in the dtype of its input."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention that scales its scores only after the product has overflowed."""
+    """Attention that scales its scores only after the product, which may overflow."""
 
     def __init__(self, scale=WIDTH**-0.5):
         super().__init__()
@@ -146,7 +146,7 @@ MODELS = {f.__name__: f for f in (residual, mlp, attention, loss, norm)}
 
 
 def batch(seed, size=16):
-    """Return sequences and their next numbers; one number in five is random."""
+    """Return sequences and the next numbers. About one number in five is random."""
     keys = mx.random.split(mx.random.key(seed), 3)
     most = mx.random.randint(2, NUMBERS, (size, 1), key=keys[0])
     numbers = mx.concatenate([most, mx.arange(LENGTH) % (most + 1)], axis=1)

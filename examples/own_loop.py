@@ -1,7 +1,7 @@
 """Accumulate and clip the gradients of several losses, with every call spelled out.
 
-The gradients are unscaled and in float32. Accumulate and clip them as you would without
-a scaler, and call ``scaler.update`` once at the end of the step.
+``scaler.value_and_grad`` returns unscaled float32 gradients. Accumulate and clip these
+as you would without a scaler, and call ``scaler.update`` once at the end of each step.
 
     python examples/own_loop.py
 """

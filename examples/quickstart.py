@@ -68,7 +68,7 @@ def train(
     blurred: mx.array,
     steps: int,
 ) -> tuple[mx.array, list[float], float]:
-    """Return the sharpened picture, the losses and the share of zero gradients."""
+    """Train; return the picture, the losses and the final share of zero gradients."""
     model = BlurredPicture(blurred)
     model.set_dtype(dtype)
     blur = gaussian_blur().astype(dtype)

@@ -1,6 +1,6 @@
-"""Inspect a run: overflows, gradients, dtypes, and the history of the scale.
+"""Diagnose a training run: overflows, gradients, dtypes and the loss scale over time.
 
-Nothing in this package adds any cost unless you call it.
+Training does not slow down unless you call a function of this package.
 """
 
 from .calibrate import calibrate

@@ -12,8 +12,8 @@ from ..float32_layers.calls import preserved
 from ..float32_layers.trial import Trial
 from .reading import scaler_of
 
-# Exponents of the loss scales to try. No smaller scale helps, and a float32 loss never
-# needs a larger one.
+# Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the
+# inverse of this number.
 _POWERS = range(-24, 25)
 _ADVICE = (
     " at any loss scale. To find the cause, call "
@@ -34,10 +34,10 @@ def calibrate(
 ) -> float:
     """Find a loss scale on one batch, and set the scaler to this scale.
 
-    The scale is the largest power of two at which no gradient overflows, divided by
-    ``2**headroom``. Without calibration, a run finds its scale by skipping steps. The
-    model, the optimizer and the random state do not change. This function waits for
-    about six forward and backward passes, so call it before training.
+    The scale is the largest power of two, up to 2**24, at which no gradient overflows,
+    divided by ``2**headroom``. Without calibration, a run may skip its first steps to
+    find a scale. The model, the optimizer and the random state do not change. This
+    function runs the batch about six times, so call it before training.
 
     Args:
         source (GradScaler or LossScaleOptimizer): The scaler whose scale to set.
@@ -47,18 +47,18 @@ def calibrate(
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
-        headroom (int): The scale leaves room for gradients to double this many times.
+        headroom (int): How many times the gradients can double before they overflow.
             Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. Each must
             call this function with its own batch. Default: all ranks.
 
     Returns:
-        float: The new scale, which is the smallest found by any rank; ``1.0`` if the
-        scaler is disabled.
+        float: The new scale: the smallest found by any rank, within the scaler's
+        limits. ``1.0`` if the scaler is disabled.
 
     Raises:
-        ValueError: If the loss itself is non-finite, if the gradients overflow at every
-            scale, or if another rank failed.
+        ValueError: If the loss itself is non-finite, if the gradients are non-finite at
+            every scale, or if this function failed on another rank.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn

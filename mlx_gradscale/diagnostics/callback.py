@@ -39,7 +39,7 @@ class LossScaleCallback:
         self._skipped_before = 0
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
-        """Extend a training report, print it and pass it on."""
+        """Extend a report, print a summary on rank 0, and pass the report on."""
         report = train_info | self._read()
         # mlx-lm calls this on every rank, but prints only on rank 0.
         if mx.distributed.init().rank() == 0:

@@ -24,8 +24,8 @@ class LayerDtypes:
     """The dtypes in one call of a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer. For other models
-            in the arguments of the loss function, the argument follows in parentheses.
+        model (str): The class of the model that contains the layer. For a model that is
+            an argument of the loss function, the argument follows in parentheses.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The dtype of the layer's own half-precision
             parameters; None if it has none.
@@ -56,7 +56,7 @@ class DtypeReport:
 
     @property
     def first(self) -> LayerDtypes | None:
-        """The first layer with half-precision parameters that returned float32."""
+        """The first half-precision layer with a float32 output, or None."""
         half = (layer for layer in self.layers if layer.parameters is not None)
         return next((layer for layer in half if mx.float32 in layer.outputs), None)
 
@@ -102,8 +102,8 @@ def compute_dtypes(
 
     A single float32 array, such as a batch, a mask or a positional encoding, promotes
     float16 results to float32, along with everything computed from them. MLX does not
-    warn, and the model then takes as much time and memory as a float32 model. This
-    function traces the batch without evaluating it.
+    warn, and these computations take as much time and memory as in a float32 model.
+    This function traces the batch without evaluating it.
 
     Args:
         model (nn.Module): The model, which is not changed. The report includes other
@@ -195,5 +195,6 @@ def _promotion_message(layer: LayerDtypes) -> str:
         )
     return (
         f"{name} has {half} parameters but computes in float32, {why}. So does "
-        f"what uses its output, unless cast back. This costs time and memory. {remedy}"
+        "everything computed from its output, unless it is cast back. This costs time "
+        f"and memory. {remedy}"
     )

@@ -39,8 +39,8 @@ _ADVICE = {
     "gradients": "Only the gradients overflow. A smaller loss scale fixes this, and a "
     "dynamic scaler finds one by itself.",
     "derivative": "The gradients are non-finite at any loss scale, because a "
-    "derivative itself is inf or NaN, such as the derivative of sqrt or of a norm at "
-    "zero, which an epsilon fixes.",
+    "derivative itself is inf or NaN. Examples are the derivatives of sqrt and of a "
+    "norm at zero, which an epsilon fixes.",
 }
 
 
@@ -55,7 +55,7 @@ class OverflowReport:
             value. "" means the model itself; None means the loss function or no layer.
         where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
-        scale (float): The loss scale that was passed, without that of ``scale_loss``.
+        scale (float): The loss scale passed to :func:`explain_overflow`, or 1.0.
         leaves (list): The non-finite leaves of the batch, the parameters or the
             gradients. The path ``args[1].mask``, for example, is a leaf of the second
             argument of the loss function.
@@ -84,7 +84,7 @@ class OverflowReport:
 
     @property
     def line(self) -> str:
-        """The line of code that fixes the overflow, and where to add it; or ""."""
+        """The line of code that fixes the overflow, and where to add it; "" if none."""
         if self.cure is None:
             return ""
         where = self.cure[0] if len(self.cure) == 1 else self.cure
@@ -119,14 +119,14 @@ def explain_overflow(
 ) -> OverflowReport:
     """Rerun one batch, and report the first non-finite value and how to fix it.
 
-    The report says whether the loss itself is finite, and names the layer. The model
-    and the random state do not change. This function runs the batch several times and
-    reads from the device, so call it after a skipped step, not on every step.
+    The report says whether the loss itself is finite, and which layer computed the
+    value. The model and the random state do not change. This function may run the batch
+    several times, so call it after a skipped step, not on every step.
 
     Args:
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``nn.value_and_grad``: takes the batch, and returns
-            the loss or a tuple that starts with the loss.
+        loss_fn (Callable): As for ``nn.value_and_grad``. It returns the loss, or a
+            tuple that starts with the loss.
         *batch (Any): The arguments of ``loss_fn``. For mlx-lm's losses, the model is
             the first argument.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale. A scaler lowers

@@ -87,14 +87,14 @@ class GradientHistogram:
         return int(self.bins[_INF:].sum())
 
     def by_power(self, scale: float = 1.0) -> dict[int, int]:
-        """Return the number of values from 2**p up to 2**(p + 1), as ``{p: count}``.
+        """Return the number of magnitudes in [2**p, 2**(p + 1)), as ``{p: count}``.
 
         Magnitudes are rounded to float16's 11 bits, so every value that overflows has
         a power of at least 16. Subnormals of float32 count as 2**-127 before scaling.
 
         Args:
-            scale (float): The loss scale, rounded to the nearest power of two.
-                Default: ``1.0``, for unscaled gradients.
+            scale (float): The loss scale. Its ratio to :attr:`scale` is rounded to a
+                power of two. Default: ``1.0``, for unscaled gradients.
         """
         shift = round(math.log2(scale_of(scale) / self.scale))
         powers = self.bins[1:_INF]
@@ -102,10 +102,10 @@ class GradientHistogram:
         return {int(i) + _FIRST + shift: int(powers[i]) for i in found}
 
     def at(self, scale: float) -> Shares:
-        """Return the shares in each range of float16 at a loss scale.
+        """Return the share of values in each range of float16 at a loss scale.
 
         Args:
-            scale (float): The loss scale, rounded to the nearest power of two.
+            scale (float): The loss scale, rounded as in :meth:`by_power`.
         """
         size = max(self.size, 1)
         counts = [0, 0, 0, 0]
@@ -116,14 +116,14 @@ class GradientHistogram:
 
     @property
     def best_scale(self) -> float | None:
-        """The best loss scale for float16, a power of two.
+        """The best loss scale for float16, as a power of two, or None.
 
         Scales at which a value overflows are excluded, because one overflow skips the
         whole step. Of the others, the best scale has the fewest underflows and, among
         those, loses the fewest bits to subnormals. If several scales are equally good,
         the middle one is returned. If some values are non-finite, the result is smaller
         than :attr:`scale`. If values overflow at every scale, the result is the
-        smallest scale. None if all values are zero or non-finite.
+        smallest scale. If all values are zero or non-finite, the result is None.
         """
         powers = self.by_power()
         if not powers:
@@ -159,16 +159,16 @@ class GradientHistogram:
 def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     """Count gradients by power of two, over all leaves and per leaf.
 
-    The device counts in one pass over the gradients, and only the counts are read.
-    Reading waits for the device, so do not call this function on every step.
+    The device counts the gradients in one pass. Reading the counts waits for the
+    device, so do not call this function on every step.
 
     A gradient that underflowed in float16 counts as zero. To see the full range,
     compute the gradients of one batch in float32.
 
     Args:
         grads (Any): A tree of arrays; leaves that are not floating-point are ignored.
-        scale (float, GradScaler or LossScaleOptimizer): The loss scale that ``grads``
-            are multiplied by. Default: ``1.0``, for unscaled gradients.
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale by which
+            ``grads`` are multiplied. Default: ``1.0``, for unscaled gradients.
 
     Returns:
         GradientHistogram: The counts; print it for a table.

@@ -1,4 +1,4 @@
-"""Record the history of a run, and append it to a CSV or JSON Lines file."""
+"""Record the history of a run in memory and in a CSV or JSON Lines file."""
 
 import json
 import math
@@ -15,14 +15,14 @@ from .reading import scale_array, scaler_of
 
 @dataclass(frozen=True, slots=True)
 class ScaleRecord:
-    """One step of a run.
+    """One step in a :class:`ScaleHistory`.
 
     Attributes:
         step (int): The step number.
         scale (float): The loss scale after the step.
         applied (bool): False if the step was skipped.
-        grad_norm (float or None): The norm of the unscaled gradients, or None.
-        loss (float or None): The loss, or None.
+        grad_norm (float or None): The norm of the unscaled gradients, if recorded.
+        loss (float or None): The loss, if recorded.
     """
 
     step: int
@@ -38,15 +38,15 @@ _HEADER = ",".join(field.name for field in fields(ScaleRecord))
 class ScaleHistory:
     """The loss scale, skipped steps, gradient norm and loss of a run.
 
-    :meth:`record` only stores lazy arrays. The history reads them from the device once
-    every ``every`` steps, so a loop that evaluates its arrays in each step does not
-    wait. :meth:`flush`, or the end of a ``with`` block, reads the remaining arrays.
+    :meth:`record` only stores lazy arrays, which the history reads from the device once
+    every ``every`` steps. If the loop evaluates its arrays in each step, reading them
+    does not wait. :meth:`flush`, or the end of a ``with`` block, reads the last arrays.
 
     Args:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
-            numbering continues after its last step; :meth:`load` reads its records. To
-            resume from an earlier step, pass ``step`` to :meth:`record`: when the file
-            is read, a line replaces all earlier lines with the same or a later step.
+            numbering continues after its last step, but its records are read only by
+            :meth:`load`. To resume from an earlier step, pass ``step`` to
+            :meth:`record`; :meth:`load` then drops the older records from there on.
             Only one process may write to a file. Default: ``None``.
         every (int): The number of steps between reads from the device. Default: ``50``.
 
@@ -85,7 +85,7 @@ class ScaleHistory:
     ) -> None:
         """Record one step without waiting for the device.
 
-        Call this method after the scaler's ``update()``.
+        Call this method after the ``update()`` of the scaler or optimizer.
 
         Args:
             source (GradScaler or LossScaleOptimizer): The scaler or optimizer that has
@@ -115,7 +115,7 @@ class ScaleHistory:
             self.flush()
 
     def flush(self) -> None:
-        """Read the steps recorded since the last flush, and append them to the file."""
+        """Read pending steps from the device, and append them to the file, if any."""
         if not self._pending:
             return
         mx.eval([values for _, values in self._pending])
@@ -169,13 +169,13 @@ class ScaleHistory:
 
     @property
     def records(self) -> list[ScaleRecord]:
-        """All records. Reads pending records from the device first."""
+        """The steps that this object recorded or loaded. Reads pending steps first."""
         self.flush()
         return self._records
 
     @property
     def skipped(self) -> list[int]:
-        """The step numbers of all skipped steps."""
+        """The step numbers of the skipped steps in :attr:`records`."""
         return [record.step for record in self.records if not record.applied]
 
 
@@ -185,7 +185,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
-    """Return the records; each replaces earlier ones with the same or a later step."""
+    """Parse a file; a record replaces earlier ones with the same or a later step."""
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"path must end in .csv or .jsonl, got {path.name!r}.")
     # Drop a last line that a crash cut off, unless it is the only line.

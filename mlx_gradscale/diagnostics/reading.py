@@ -1,4 +1,4 @@
-"""Read the scale from a scaler, an optimizer or a number."""
+"""Read the loss scale from a scaler, an optimizer or a number."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def scale_array(scaler: Any) -> mx.array:
 
 
 def scale_of(source: Any) -> float:
-    """Return a loss scale as a float; for a scaler, read it from the device."""
+    """Return the loss scale of a number, a scaler or an optimizer as a float."""
     if not isinstance(source, (int, float, mx.array)):
         source = scale_array(scaler_of(source, "a Python number, "))
     scale = float(source)

@@ -1,4 +1,4 @@
-"""Find and set the layers of a half-precision model that compute in float32."""
+"""Find layers of a half-precision model that need float32, and run them in float32."""
 
 from .layers import float32_layers
 from .report import Float32Search, Row

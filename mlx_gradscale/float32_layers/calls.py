@@ -1,8 +1,8 @@
-"""List the modules of a model and intercept their calls.
+"""List the modules of a model, and intercept their calls.
 
-Python looks up ``__call__`` on the type, so each intercepted module gets its own
-subclass; other modules keep their class. Float32 layers, probes and dtype reports are
-implemented as handlers.
+An intercepted call goes through handlers, which implement float32 layers, measurements
+and dtype reports. Python looks up ``__call__`` on the type, so each intercepted module
+gets its own subclass; other modules keep their class.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,11 @@ from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
 
-# The methods to intercept. A tied embedding acts as the output layer in as_linear.
+# The methods to intercept. A tied embedding computes the logits with as_linear.
 _METHODS = ("__call__", "as_linear")
 # The modules that these methods return inherit the handlers.
 _CONVERSIONS = ("to_quantized", "to_lora")
-# A Python attribute, not a module item, to keep handlers out of parameter trees.
+# Handlers are stored in a Python attribute, which is not part of parameter trees.
 _HANDLERS = "_call_handlers"
 
 # Called with the module, the function to call and its arguments; returns the outputs.
@@ -28,7 +28,7 @@ Handler = Callable[..., Any]
 
 
 def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """Return every module with its path, in definition order."""
+    """Return (path, module) for a model and its submodules, in definition order."""
     found = [(path, model)]
     children = tree_flatten(model.children(), is_leaf=nn.Module.is_module)
     for name, child in children:
@@ -38,12 +38,12 @@ def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Modu
 
 
 def is_inside(path: str, *outer: str) -> bool:
-    """Return whether a path is one of the outer paths or lies inside one of them."""
+    """Return whether a path equals one of the outer paths or lies inside one."""
     return any(not each or f"{path}.".startswith(f"{each}.") for each in outer)
 
 
 def owner_of(paths: Iterable[str], parameter: str) -> str:
-    """Return the path of the innermost module that contains a parameter."""
+    """Return the innermost of the given paths that contains a parameter or module."""
     return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 
@@ -60,7 +60,7 @@ def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
 
 
 def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
-    """Route a module's calls through handlers; with none, restore its class."""
+    """Route a module's calls through handlers; with no handlers, restore its class."""
     cls = _original(type(module))
     object.__setattr__(module, "__class__", _intercepted(cls) if handlers else cls)
     vars(module).pop(_HANDLERS, None)
@@ -70,7 +70,7 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
 
 @contextmanager
 def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterator[None]:
-    """Route the calls of every module through a handler; restore the model on exit.
+    """Add a handler to every module of a model, and restore the model on exit.
 
     A module with several paths gets one handler, created for its first path.
     """
@@ -83,7 +83,7 @@ def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterato
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Disable ``mx.compile``; restore it, the model and the random state on exit."""
+    """Disable ``mx.compile``. On exit, restore it, the model and the random state."""
     saved = snapshot(model)
     attributes = [(m, type(m), dict(vars(m))) for _, m in ordered_modules(model)]
     random_state: Any = mx.random.state
@@ -116,8 +116,8 @@ class _Transparent(type):
     """Metaclass of the subclasses that intercept calls.
 
     A subclass compares equal to the original class, so that tables keyed by
-    ``type(layer)``, as in mlx-lm's GPTQ, still work. Its ``__call__`` attribute is that
-    of the original class, because mlx-lm's ``grad_checkpoint`` replaces
+    ``type(layer)``, as in mlx-lm's GPTQ, still work. Getting or setting ``__call__`` on
+    it accesses the original class, because mlx-lm's ``grad_checkpoint`` replaces
     ``type(layer).__call__`` to reach every layer. Calls still go through the handlers.
     """
 
@@ -143,7 +143,7 @@ def _original(cls: Any) -> Any:
 
 
 def _intercepted(cls: type) -> type:
-    """Return a new subclass of ``cls`` whose calls go through the handlers."""
+    """Return a new subclass of ``cls`` that routes calls through the handlers."""
 
     def intercept(name: str) -> Callable[..., Any]:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ def _intercepted(cls: type) -> type:
     body: dict[str, Any] = {name: intercept(name) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body |= {"__doc__": cls.__doc__, "computes_in_float32": property(is_float32)}
-    # The metaclass must also derive from that of the original class, such as ABCMeta.
+    # The metaclass must also derive from the original metaclass, such as ABCMeta.
     metaclass: Any = type("_Transparent", (_Transparent, type(cls)), {})
     subclass: type = metaclass(cls.__name__, (cls,), body)
     return subclass

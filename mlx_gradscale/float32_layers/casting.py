@@ -1,4 +1,4 @@
-"""Cast the parameters and arguments of a call to float32, and cast back afterwards."""
+"""Cast a layer's parameters and arguments to float32 for one call, and cast back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from ..core.trees import Writes, commit, leaves
 def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
     """Upcast a module's half-precision arrays to float32 within a ``with`` block.
 
-    Yields the first half-precision dtype found, or None.
+    Yields the dtype of the first half-precision array, or None if there is none.
     """
     trainable = {id(x) for x in leaves(module.trainable_parameters())}
     places = [place for place in writable_arrays(module) if place[2].dtype in HALF]
-    # Keyed by id, so that a tied weight, one array in several places, is cast once.
+    # Keyed by id, so that a tied weight (one array in several places) is cast once.
     new = {id(old): old for _, _, old in places}
     parameters = [old for old in new.values() if id(old) in trainable]
     if parameters:
@@ -48,8 +48,8 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
 def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
     """Pass parameters through an identity whose backward pass restores the module.
 
-    A checkpointed layer runs again in the backward pass, after the forward pass has
-    restored the module, and would leave float32 parameters in the module.
+    A checkpointed layer runs again in the backward pass. Without this function, the
+    second run would leave float32 parameters in the module.
     """
 
     def restore(_: Any, cotangents: Any, __: Any) -> Any:
@@ -74,7 +74,7 @@ def upcast(value: Any) -> Any:
 
 
 def downcast(dtype: mx.Dtype, outputs: Any) -> Any:
-    """Downcast the float32 arrays in the outputs of a call to ``dtype``."""
+    """Cast the float32 arrays among the outputs of a call to ``dtype``."""
 
     def cast(x: Any) -> Any:
         is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32

@@ -1,4 +1,4 @@
-"""The command ``mlx_gradscale float16``: find float32 layers for an mlx-lm model."""
+"""The ``mlx_gradscale float16`` command: find float32 layers for an mlx-lm model."""
 
 import argparse
 import logging
@@ -46,7 +46,7 @@ def _search(arguments: Sequence[str] | None) -> int:
         return 0
     found.save(options.output)
     print(
-        f"\nSaved to {options.output}. Before training, and before adding LoRA layers, "
+        f"\nSaved to {options.output}. Before training, after adding any LoRA layers, "
         f'call:\n    mlx_gradscale.float32_layers(model, "{options.output}")'
     )
     return 0
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", required=True, help="folder with train.jsonl, as for mlx-lm")
     add("-o", "--output", default="float32_layers.json", help="JSON file to write")
     kinds = ("full", "lora")
-    add("--fine-tune-type", choices=kinds, default="full", help="what to train")
+    add("--fine-tune-type", choices=kinds, default="full", help="weights to train")
     add("--batches", type=int, default=4, help="number of samples to run")
     add("--max-seq-length", type=int, default=512, help="maximum tokens per sample")
     add("--margin", type=float, default=2.0, help="factor by which values may grow")
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
-    """Return a model, a loss function and batches as in mlx-lm's trainer."""
+    """Load the model in float16; return it with mlx-lm's loss and the batches."""
     import mlx_lm
     from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
     from mlx_lm.tuner.trainer import default_loss, iterate_batches
@@ -91,7 +91,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         model.freeze()
         config = {"rank": 8, "scale": 20.0, "dropout": 0.0}
         linear_to_lora_layers(model, len(model.layers), config)
-    # After adding the adapters, as in mlx_gradscale lora --dtype float16.
+    # Cast after adding the adapters, as mlx_gradscale lora --dtype float16 does.
     model.set_dtype(mx.float16)
     model.train()
     return model, default_loss, [(model, *batch) for batch in first]

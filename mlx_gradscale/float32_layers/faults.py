@@ -1,7 +1,7 @@
-"""Find where the first bad value of a run was computed, and why.
+"""Find the first bad value of a run, and the layer that computed it.
 
-``explain_overflow`` and the search for float32 layers use this module. The search also
-compares with a run in float32, and treats values far from float32 as bad.
+For ``explain_overflow``, non-finite values are bad. The search for float32 layers also
+compares each value with a float32 run, and treats values that differ too much as bad.
 """
 
 import math
@@ -16,14 +16,14 @@ from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
 
 # Relative distances from float32. Rounding between two layers stays below the first; an
-# overflow in a sum exceeds it. The second applies if the loss is off although no value
-# is far off.
+# overflow in a sum exceeds it. The second applies if the loss is off but no value
+# exceeds the first.
 _FAR, _SUSPICIOUS = 0.25, 0.05
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why a run is bad; ``text`` is the ``where`` of ``OverflowReport``."""
+    """The cause of a bad run; ``text`` becomes the ``where`` of ``OverflowReport``."""
 
     cause: str
     layer: str | None = None
@@ -32,11 +32,11 @@ class Fault:
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
-    """Return the first reason why a run is bad.
+    """Return the cause of a bad run, or None if the run is good.
 
-    Without a float32 reference, a run is bad if its loss or gradients are non-finite;
-    for a good run, the result is None. With a reference, values far from it are bad
-    too. Such a run must be known to be bad: the result is never None.
+    Without a float32 reference, a run is bad if its loss or a gradient is non-finite.
+    With a reference, the caller has found that the run is bad, and the result is never
+    None. Values far from the reference then count as bad too.
     """
     if not run.reference and run.has_finite_gradients and not run.is_loss_off:
         return None
@@ -119,10 +119,10 @@ def _name(path: str | None) -> str:
 
 
 def _cast(arguments: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Cast the floating-point arguments except additive masks; drop all others."""
+    """Return the floating-point arguments, except additive masks, cast to ``dtype``."""
     floating = {
         p: x for p, x in arguments.items() if mx.issubdtype(x.dtype, mx.floating)
     }
-    # An additive mask is 0 or negative, such as -1e9 at masked positions.
+    # An additive mask is 0 and, at masked positions, negative, such as -1e9.
     masks = {p for p, x in floating.items() if not x.size or mx.max(x).item() == 0}
     return {p: x.astype(dtype) for p, x in floating.items() if p not in masks}

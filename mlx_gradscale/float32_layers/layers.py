@@ -21,7 +21,7 @@ from .where import resolve
 _STATISTICS = ("running_mean", "running_var")
 # The BatchNorm attribute that holds the original dtype of the running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Handlers keep neighbors in memory even if the model replaces them: use small ones.
+# Handlers keep these modules in memory, so use only a few, and small ones.
 _MAX_NEIGHBORS = 4
 
 # Whether the current code runs inside the call of a float32 layer.
@@ -34,8 +34,8 @@ class Float32Call:
 
     Attributes:
         casts_back (bool): Whether to cast outputs back to half precision.
-        neighbors (tuple): Modules outside the float32 layers. Their dtype is used if
-            neither arguments nor parameters of the layer are in half precision.
+        neighbors (tuple): Modules outside the float32 layers. Outputs are cast to their
+            dtype if the layer has no half-precision arguments or parameters.
     """
 
     casts_back: bool
@@ -71,11 +71,11 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     These layers cast their arguments and parameters to float32 for the duration of each
     call, and cast their outputs back. Parameters keep their names and dtypes, so
     saving, loading, freezing, LoRA, quantization, copying and gradient checkpointing
-    work as before. Only the running statistics of a BatchNorm become float32. A float32
-    model is not affected, unless you train it with ``compute_dtype``, which then does
-    not cast the parameters of these layers.
+    work as before. Only the running statistics of a BatchNorm become float32. In a
+    float32 model, these layers have an effect only if you train with ``compute_dtype``:
+    their parameters then stay in float32.
 
-    Each call replaces the layers selected by an earlier call, and
+    Each call replaces the selection made by earlier calls, and
     ``float32_layers(model, [])`` restores the original model. If you change the layers
     after compiling a step, compile the step again.
 
@@ -102,8 +102,8 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
         list: The paths of the selected modules.
 
     Raises:
-        ValueError: If an entry does not match any module, or matches one that cannot be
-            called. The model is unchanged.
+        ValueError: If an entry matches no module, or a module without ``__call__``, or
+            if the search found that no layers help. The model is unchanged.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -135,7 +135,7 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     for module in modules.values():
         handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
         if id(module) in selected:
-            # The innermost handler casts, so that probes around it see half precision.
+            # Insert it innermost, so that measuring handlers see half precision.
             handlers.insert(0, Float32Call(id(module) not in passing, neighbors))
         set_handlers(module, tuple(handlers))
         _cast_statistics(module, id(module) in inside)
@@ -151,7 +151,7 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
 def _find_neighbors(
     modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
-    """Return the smallest modules with parameters that do not overlap the paths."""
+    """Return a few small modules that have parameters and do not overlap ``paths``."""
     found = []
     for path, module in modules.items():
         arrays = [x for x in module.values() if isinstance(x, mx.array)]
@@ -163,7 +163,7 @@ def _find_neighbors(
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
-    """Cast a BatchNorm's running statistics to float32, or back to their own dtype."""
+    """Cast a BatchNorm's running statistics to float32, or to their original dtype."""
     if not isinstance(module, nn.BatchNorm) or "running_mean" not in module:
         return
     own = vars(module).pop(_OWN_DTYPE, None) or dtype_name(module.running_mean)

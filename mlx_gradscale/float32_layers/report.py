@@ -28,8 +28,8 @@ class Row:
         layer (str): The path of the layer; "" is the whole model.
         largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether this is a float32 layer, or inside one.
-        maximum (float): The largest finite number: 65504 in float16.
-        is_selected (bool): Whether the search selected this layer by its path.
+        maximum (float): The largest finite number of the dtype: 65504 for float16.
+        is_selected (bool): Whether this path is itself an entry of ``where``.
     """
 
     layer: str
@@ -40,14 +40,14 @@ class Row:
 
     @property
     def headroom(self) -> float:
-        """How many times the largest value can double before it overflows."""
+        """``log2(maximum / largest)``, the number of doublings before an overflow."""
         return math.log2(self.maximum / self.largest) if self.largest else math.inf
 
     @property
     def overflows_inside(self) -> bool:
         """Whether the layer was selected although its inputs and outputs fit.
 
-        The reason is usually an intermediate result that overflows.
+        Usually, an intermediate result inside the layer overflows or comes close.
         """
         return self.is_selected and self.largest <= self.maximum
 
@@ -60,7 +60,7 @@ class Float32Search:
         where (list): The layers, in the format of ``float32_layers``. You can also pass
             this object itself to ``float32_layers``.
         reasons (dict): The reason for each entry of ``where``.
-        rows (list): A :class:`Row` for every layer, in call order.
+        rows (list): A :class:`Row` for every called layer, in order of computation.
         problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.

@@ -18,7 +18,7 @@ from .report import Float32Search, Row
 from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
-# Gradients are rounded in both passes, so they may differ more than the loss.
+# Rounding in both passes affects gradients, so they may differ more than the loss.
 _GRADIENT_TOLERANCE = 10
 # Loss scales, tried in this order until the gradients are finite.
 _SCALES = [2.0**power for power in range(16, -41, -8)]
@@ -43,10 +43,10 @@ def find_float32_layers(
     """Find which layers must compute in float32, and verify that they suffice.
 
     Every batch runs forward and backward in float32 and in half precision. If a value
-    between layers comes within a factor of ``margin`` of 65504, float16's maximum, the
-    search selects all layers from the one that computes this value to the last one that
-    reads it. The search also selects layers whose output is non-finite or far from
-    float32. Finally, the loss and the gradients must agree with float32.
+    between layers comes within a factor of ``margin`` of the dtype's maximum, 65504 for
+    float16, the search selects all layers from the one that computes this value to the
+    last one that reads it. The search also selects layers that compute a non-finite
+    value or one far from float32. Finally, the loss and gradients must match float32.
 
     The search does not change the model. Pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
@@ -56,8 +56,9 @@ def find_float32_layers(
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
             given.
         loss_fn (Callable): As for ``nn.value_and_grad``, not wrapped by ``scale_loss``.
-        batches (Iterable): The arguments of ``loss_fn`` for each batch: a tuple, a dict
-            of keyword arguments, or a single argument. A few typical batches suffice.
+        batches (Iterable): The arguments of ``loss_fn`` for each batch, as a tuple or
+            list, a dict of keyword arguments, or a single argument. A few typical
+            batches suffice.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
         margin (float): The factor by which values may grow during training before they
@@ -119,7 +120,7 @@ def _with_batch(trial: Trial, batch: Any) -> Trial:
 def search(
     trials: Sequence[Trial], tolerance: float, margin: float = 1.0
 ) -> Float32Search:
-    """Search for float32 layers; see :func:`find_float32_layers`."""
+    """Run the search of :func:`find_float32_layers` on one trial per batch."""
     state, problem = _Search(trials[0], margin), ""
     try:
         for i, trial in enumerate(trials, start=1):
@@ -154,7 +155,7 @@ def _run_in_float32(trial: Trial, name: str) -> Run:
 
 
 def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
-    """Run in half precision at the first of ``_SCALES`` with finite gradients."""
+    """Run in half precision; lower the loss scale while only gradients overflow."""
     for scale in _SCALES:
         _logger.info("In half precision with float32 layers %s", [*where])
         half = trial.run([*where], scale)
@@ -164,7 +165,7 @@ def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
 
 
 class _Search:
-    """The layers found so far, and the runs of every batch."""
+    """The state of a search: the layers found so far, and the runs of every batch."""
 
     def __init__(self, trial: Trial, margin: float):
         self.reasons: dict[str, str] = {}
@@ -172,11 +173,11 @@ class _Search:
         self.halves: list[Run] = []
         self._model = trial.model
         self._maximum, self._margin = trial.maximum, margin
-        # Magnitudes of the model's inputs, which are known to fit.
+        # Magnitudes of the values that the loss function passes to layers, to ignore.
         self._given: set[float] = set()
 
     def report(self, problem: str) -> Float32Search:
-        """Return the layers found, and the largest value of every layer."""
+        """Return the layers found, the losses and the largest value of every layer."""
         where = [chain.entry for chain in resolve(self._model, self.reasons)]
         inside = self._paths(where)
         largest: dict[str, float] = {}
@@ -194,7 +195,7 @@ class _Search:
     # Large values between layers, as measured in the float32 run.
 
     def cover(self, call: Call) -> None:
-        """Add the layers inside a call that exchange values that are too large."""
+        """Select layers in a call that exchange values near or above the maximum."""
         if call.path is None:
             self._given = {v.magnitude for c in call.children for v in c.inputs}
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
@@ -210,7 +211,7 @@ class _Search:
         self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
 
     def _chain_for(self, call: Call, first: int) -> str:
-        """Return the shortest chain that covers the large values between children."""
+        """Return the layer or shortest chain that covers the large values of a call."""
         children = call.children
         if self._is_large(children[first].inputs) and call.path is not None:
             # The layer's own code computed the value, between calls of its children.
@@ -239,7 +240,7 @@ class _Search:
     # Faults inside layers, where half precision deviates from float32.
 
     def grow(self, trial: Trial) -> Run:
-        """Add layers until this batch agrees with float32."""
+        """Select layers until this batch agrees with float32; return its last run."""
         while True:
             half = _run_scaled(trial, self.reasons)
             distance = relative_distance(half.gradients)
@@ -247,7 +248,7 @@ class _Search:
             if not half.is_loss_off and half.has_finite_gradients and is_close:
                 return half
             fault = find_fault(trial, half)
-            assert fault is not None, "a run with a reference always has one"
+            assert fault is not None, "a run with a reference has a fault"
             if fault.cause == "arguments":
                 raise NoCureFound(
                     f"{fault.text} Normalize the argument, or pass cast_inputs=False."
@@ -270,7 +271,7 @@ class _Search:
             self.reasons[entry] = why
 
     def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
-        """Return the smallest layer around a fault, or a chain that fixes the loss."""
+        """Return the next layer or chain to compute in float32, or None."""
         if path is not None:
             inside = self._paths(self.reasons)
             called = {"", *(value.path for value in half.forward)}
@@ -278,7 +279,7 @@ class _Search:
                 path = owner_of(called - {path}, path)
             return None if is_inside(path, *inside) else path
         paths = [value.path for value in half.forward if value.side == "output"]
-        # Skip tied embeddings: they are called twice, and both outputs would change.
+        # Skip layers called twice, such as tied embeddings: both outputs would change.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
@@ -291,7 +292,7 @@ class _Search:
         return [p for chain in resolve(self._model, where) for p in chain.paths]
 
     def _share(self, paths: Sequence[str]) -> float:
-        """Return the share of all parameters that these modules contain."""
+        """Return the share of the model's parameters inside the given modules."""
         sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
         inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
         return float(inside / max(sum(sizes.values()), 1))

@@ -1,4 +1,4 @@
-"""Run a batch forward and backward, and measure every layer's inputs and outputs."""
+"""Run a batch forward and backward, and measure the values and gradients of layers."""
 
 import math
 import warnings
@@ -35,11 +35,11 @@ class Value:
             for the loss function.
         side (str): "input", "output", "input gradient", "output gradient" or "parameter
             gradient".
-        has_gradient (bool): Whether this is a gradient, or a gradient reached it.
+        has_gradient (bool): Whether this is a gradient, or its gradient was computed.
         other (Value or None): The same value in the reference run, if any.
         counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
-        maximum (float): The largest finite value, including its sign.
+        maximum (float): The largest finite element, with its sign.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Value:
         self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
-        """Set the statistics from an evaluated row of :func:`measure`."""
+        """Set the statistics from an evaluated result of :func:`measure`."""
         counts = map(int, row[:3])
         self.counts = NonFinite(self.path, self.shape, self.dtype, *counts)
         self.largest, self.maximum = map(float, row[3:5])
@@ -61,17 +61,17 @@ class Value:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no element is NaN or infinite."""
+        """Whether all elements are finite."""
         return not self.counts.count
 
     @property
     def is_mask(self) -> bool:
-        """Whether this is an additive mask: 0, -1e9 or -inf, and without a gradient."""
+        """Whether this looks like a mask: its maximum is 0, and it has no gradient."""
         return self.maximum == 0 and not self.has_gradient
 
     @property
     def magnitude(self) -> float:
-        """The largest magnitude; 0 for a mask."""
+        """The largest finite magnitude; 0 for a mask."""
         return 0.0 if self.is_mask else self.largest
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Value:
 
 
 def relative_distance(values: Iterable[Value]) -> float:
-    """Return the relative distance of all values together from the reference run."""
+    """Estimate the relative distance of some values from those of the reference run."""
     pairs = [(value.sums, value.other.sums) for value in values if value.other]
     norm = sum(float(np.square(b).sum()) for _, b in pairs)
     off = sum(float(np.square(a - b).sum()) for a, b in pairs)
@@ -90,7 +90,7 @@ def relative_distance(values: Iterable[Value]) -> float:
 
 
 def measure(x: mx.array, scale: float) -> mx.array:
-    """Lazily compute counts of NaN and inf, the largest unscaled values, and sums."""
+    """Return the unscaled statistics of an array as one lazy row for ``Value.read``."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
     kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
@@ -119,13 +119,13 @@ class Call:
 
 
 class Run:
-    """One forward and backward pass, with all values unscaled.
+    """The measurements of one forward and backward pass, with gradients unscaled.
 
     Attributes:
         values (dict): All values in the order of computation, with keys that are the
             same in every run.
-        loss_call (Call): The call of the loss function, which contains all others.
-        reference (Run or None): The float32 run to compare with.
+        loss_call (Call): The call of the loss function, which contains all other calls.
+        reference (Run or None): The float32 run to compare with, if any.
     """
 
     def __init__(self, trial: "Trial", scale: float):
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def forward(self) -> list[Value]:
-        """The inputs and outputs of layers."""
+        """The inputs and outputs of all layers."""
         return [x for x in self.values.values() if not x.is_gradient]
 
     @property
@@ -162,18 +162,18 @@ class Run:
 
     @property
     def expected_loss(self) -> float:
-        """The loss in float32; without a reference run, the loss itself."""
+        """The loss of the reference run; without one, the loss of this run."""
         return self.reference.loss if self.reference else self.loss
 
     @property
     def is_loss_off(self) -> bool:
-        """Whether the loss is non-finite, or too far from the float32 loss."""
+        """Whether the loss is non-finite, or too far from that of the reference run."""
         allowed = self._tolerance * max(abs(self.expected_loss), 1e-6)
         # Negated, because every comparison with NaN is False.
         return not abs(self.loss - self.expected_loss) <= allowed
 
     def read(self, loss: mx.array, gradients: Any) -> None:
-        """Evaluate the loss and the statistics of all values, including gradients."""
+        """Add the parameter gradients, and evaluate the loss and all statistics."""
         for path, x in flatten(gradients):
             if is_floating(x):
                 owner = owner_of(self._paths, path)
@@ -236,10 +236,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """A loss and its arguments, with the options of ``GradScaler.value_and_grad``.
+    """A model, a loss and one batch, with options of ``GradScaler.value_and_grad``.
 
     If ``reference`` is a run in float32, all values are compared with that run, and the
-    loss may differ by ``tolerance``.
+    relative difference of the loss may be at most ``tolerance``.
     """
 
     model: nn.Module
@@ -254,7 +254,7 @@ class Trial:
 
     @property
     def maximum(self) -> float:
-        """The largest finite number of the model's half-precision dtype."""
+        """bfloat16's largest finite number for a bfloat16 model, else float16's."""
         own = {x.dtype for x in leaves(self.model.parameters())}
         dtypes = own if self.compute_dtype is None else {self.compute_dtype}
         is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
@@ -267,7 +267,7 @@ class Trial:
         return dict(tree_flatten(tree, is_leaf=is_opaque))
 
     def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
-        """Run forward and backward without changing the model.
+        """Measure a forward and backward pass of the batch, without changing the model.
 
         ``where`` replaces the model's float32 layers for this run; None keeps them.
         """
@@ -287,7 +287,7 @@ class Trial:
         return result
 
     def run_in_float32(self) -> Run:
-        """Run forward and backward in float32 without changing the model."""
+        """Measure a float32 pass of the batch, without changing the model."""
         with preserved(self.model):
             # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
@@ -295,7 +295,7 @@ class Trial:
             return Trial(*given, compute_dtype=mx.float32).run([])
 
     def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
-        """Lazily compute the loss and its unscaled gradients, without warnings."""
+        """Lazily compute the loss and its unscaled gradients; suppress warnings."""
         loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
             self.model,
             self.loss_fn,
@@ -304,7 +304,7 @@ class Trial:
             cast_inputs=self.cast_inputs,
         )
         with warnings.catch_warnings():
-            # The reports say what is wrong; warnings from trial runs would repeat it.
+            # Warnings from trial runs would repeat what the reports say.
             warnings.simplefilter("ignore")
             outputs, grads = loss_and_grad(*self.args, **self.kwargs)
         return loss_of(outputs), grads

@@ -1,4 +1,4 @@
-"""Resolve ``where`` (paths, globs, chains, a predicate or a file) to layers."""
+"""Resolve the ``where`` argument of ``float32_layers`` to the modules it selects."""
 
 import difflib
 import os
@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..files.paths import read_json
 from .calls import has_method, is_inside, ordered_modules
 
-# As in "layers.3 to norm"; paths do not contain spaces.
+# Joins paths, as in "layers.3 to norm". Paths do not contain spaces.
 TO = " to "
 THE_LOSS = "the loss"
 
@@ -21,7 +21,7 @@ FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers that pass float32 to each other, and the entry that names them."""
+    """One layer, or several that pass float32 to each other, and the entry for them."""
 
     entry: str
     paths: list[str]
@@ -30,10 +30,10 @@ class Chain:
 
 
 def resolve(model: nn.Module, where: Any) -> list[Chain]:
-    """Return the layers that ``where`` selects, without those nested in others.
+    """Return the layers that ``where`` selects, without layers inside selected ones.
 
     Raises:
-        ValueError: If an entry matches no layer, or a module without ``__call__``.
+        ValueError: If an entry matches no module, or a module without ``__call__``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
@@ -65,8 +65,8 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
         found = [path for path, module in modules.items() if where(path, module)]
         if not found:
             raise ValueError(
-                "The where function returned True for none of the modules. It receives "
-                "the path of a module and the module itself."
+                "The where function did not select any module. It receives the path "
+                "of a module and the module itself, and returns whether to select it."
             )
         return found
     entries: list[Any] = list(where) if isinstance(where, Iterable) else [None]
@@ -94,7 +94,7 @@ def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
 
 
 def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
-    """Return the layers that the model defines between two others."""
+    """Return the layers that the model defines between two given ones."""
     paths = list(modules)
     return [
         path
@@ -117,7 +117,7 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
 
 
 def read_where(path: str | os.PathLike[str]) -> list[str]:
-    """Read the layers from a file that ``Float32Search.save`` wrote."""
+    """Read the list of float32 layers from a file that ``Float32Search.save`` wrote."""
     content = read_json(path)
     if isinstance(content, dict) and FORMAT.items() <= content.items():
         layers: Any = content.get("layers")

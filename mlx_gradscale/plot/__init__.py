@@ -1,4 +1,4 @@
-"""Plots of runs, gradients and headroom. They require the ``plot`` extra."""
+"""Plot runs, gradients and the headroom of layers. Requires the ``plot`` extra."""
 
 from .gradients import plot_gradients
 from .headroom import plot_headroom

@@ -1,4 +1,4 @@
-"""Plot a gradient histogram over float16's range."""
+"""Plot a histogram of gradients against the range of float16."""
 
 import math
 from typing import Any
@@ -27,13 +27,13 @@ def plot_gradients(
     scale: Any = None,
     dark: bool = False,
 ) -> Figure:
-    """Plot gradients over float16's range, without and with loss scaling.
+    """Plot gradients against the range of float16, without and with loss scaling.
 
     Args:
         gradients (Any): A tree of unscaled gradients, or a histogram from
             :func:`~mlx_gradscale.diagnostics.gradient_histogram`. For one parameter,
             pass ``histogram.leaves[path]``.
-        path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
+        path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale of the second
             panel. Default: the ``scale`` of the histogram or, if that is 1, its
             ``best_scale``.

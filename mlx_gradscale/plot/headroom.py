@@ -1,4 +1,4 @@
-"""Plot how close each layer comes to 65504 in a search for float32 layers."""
+"""Plot the result of a search for float32 layers."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ..float32_layers import Float32Search, Row
 from .style import Figure, Output, label_powers, new_figure
 
-# Exponents of float16's largest and smallest numbers, because the axis is linear.
+# Exponents of float16's largest and smallest positive numbers: the axis is linear.
 _LIMIT, _LOWEST = math.log2(65504.0), -24.0
 _MOST_NAMES = 40
 
@@ -19,14 +19,14 @@ def plot_headroom(
 ) -> Figure:
     """Plot how close the values of each layer come to 65504, float16's maximum.
 
-    If the search found float32 layers, a second panel shows the model with them. A
-    cross above the limit marks a layer that must compute in float32 although its inputs
-    and outputs fit into float16, usually because an intermediate result overflows, such
-    as the mean of squares in a norm.
+    If the search found layers that must compute in float32, a second panel highlights
+    them. A cross above the limit marks such a layer if its inputs and outputs fit into
+    float16. Usually, an intermediate result overflows, such as the mean of squares in a
+    norm.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
-        path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
+        path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
         dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
@@ -50,7 +50,7 @@ def plot_headroom(
     if search.where:
         share = f"{search.float16_parameters:.1%}"
         titles += [f"with float32 layers: {share} of parameters in float16 layers"]
-    # Label the layers at fault, and as many others as fit.
+    # Label all layers that overflow, and as many others as fit.
     apart = math.ceil(len(rows) / _MOST_NAMES)
     others = range(0, len(rows), apart)
     shown = lost + [i for i in others if all(abs(i - j) >= apart for j in lost)]

@@ -1,4 +1,4 @@
-"""Plots of a run's history, and the command ``mlx_gradscale plot``."""
+"""Plot the history of a run, in Python or with ``mlx_gradscale plot``."""
 
 import argparse
 import math
@@ -42,11 +42,11 @@ def plot_history(
     *,
     dark: bool = False,
 ) -> Figure:
-    """Plot loss, loss scale and gradient norm, and mark every skipped step.
+    """Plot the loss, loss scale and gradient norm of a run, and mark skipped steps.
 
     Args:
         history (ScaleHistory or str): The history, or its ``.csv`` or ``.jsonl`` file.
-        path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
+        path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
         dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:

@@ -54,7 +54,7 @@ POWER = "$2^{{{x:.0f}}}$"
 def new_figure(
     rows: int, size: tuple[float, float], dark: bool, path: Output
 ) -> Iterator[tuple[Figure, list[Any], dict[str, str]]]:
-    """Yield a figure, its axes and its colors by role; save the figure on exit."""
+    """Yield a figure, its axes and its colors; on exit, save to ``path`` if given."""
     try:
         import matplotlib
         import matplotlib.figure

@@ -1,1 +1,1 @@
-"""Loss scaling for trainers with their own training loop, such as mlx-lm's."""
+"""Add loss scaling to trainers that have their own training loop, such as mlx-lm."""

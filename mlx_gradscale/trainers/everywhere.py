@@ -4,7 +4,7 @@ The context replaces MLX's gradient functions, optimizer steps and ``mx.compile`
 threads. Gradients come from a scaled loss, and each backward pass updates the scale,
 whatever the trainer does with the gradients. A ``GuardedOptimizer`` takes the steps and
 shares the state of the trainer's optimizer, so the trainer can still read, set and
-pickle this state. Functions that the trainer compiles also capture our own state.
+pickle this state. Functions that the trainer compiles also capture the scaler's state.
 """
 
 import sys
@@ -48,17 +48,17 @@ def everywhere(
     Inside the context, gradients of half-precision models are computed from a scaled
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
     float32 master weights and skips non-finite steps, in all threads. On exit, the
-    context restores MLX's functions. It warns if all steps were skipped, or if it
-    intercepted only the losses or only the steps of the trainer.
+    context restores MLX's functions. It warns if an optimizer skipped all of its steps,
+    or if only the losses or only the steps of the trainer were intercepted.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
-    Functions that it compiles run uncompiled until their first training step is done.
-    A parameter tree is supported in place of a model if it is the first argument.
+    A function that it compiles runs uncompiled until it has done a training step.
+    Instead of a model, a parameter tree may be the first argument of the loss function.
 
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
-            found on the first batch.
+            found on the first batch, or 1024 for a parameter tree.
         compute_dtype (Dtype, optional): The dtype in which float32 models compute.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
@@ -68,8 +68,8 @@ def everywhere(
             :class:`LossScaleOptimizer`.
 
     Yields:
-        Everywhere: Its ``scalers`` are the scalers in use. Its ``report()`` says how
-        many gradients overflowed and how many steps were applied.
+        Everywhere: An object whose ``report()`` says how many gradients overflowed and
+        how many steps were applied. Its ``scalers`` lists the scaler of each model.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -126,7 +126,7 @@ class Everywhere:
         return [scaler for name, scaler in self._scalers if not name]
 
     def report(self) -> list[str]:
-        """Return one line for each scaler and each optimizer in use."""
+        """Return one line for each scaler and each optimizer, in order of first use."""
         lines = []
         for name, scaler in self._scalers:
             good, bad = _n_applied_and_skipped(scaler)
@@ -138,7 +138,7 @@ class Everywhere:
         return lines
 
     def warn_at_end(self) -> None:
-        """Warn if all steps were skipped, or if steps or losses were missed."""
+        """Warn if nothing was trained, or if losses or steps were not intercepted."""
         for name, scaler in self._scalers:
             if name:
                 warn_if_untrained(name, *_n_applied_and_skipped(scaler))
@@ -174,7 +174,7 @@ class Everywhere:
         else:
             compute = scaler.value_and_grad(model, fn, self.compute_dtype)
         value, gradients = compute(*args, **kwargs)
-        # Check the scaled gradients if possible: unscaled ones may never be computed.
+        # Check the scaled gradients if possible: unscaled ones may never be evaluated.
         sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
         finite, state = all_finite([x for x, *_ in sources]), scaler.state
         state.update(count_step(state, finite) | next_scale(state, finite))
@@ -188,7 +188,7 @@ class Everywhere:
         guard = self._find(optimizer, make)
         try:
             new = guard.apply_gradients(gradients, parameters)
-        except ValueError:  # the guard has not seen some of the parameters
+        except ValueError:  # some parameters are new to the guard
             guard.init(tree_map(lambda _, x: x, gradients, parameters))
             new = guard.apply_gradients(gradients, parameters)
         guard.scaler.state["total"] += 1
@@ -196,7 +196,7 @@ class Everywhere:
         return new
 
     def _find(self, owner: Any, make: _Fn) -> Any:
-        """Return the scaler of a model or the guard of an optimizer; create it once."""
+        """Find or create the scaler of a model or the guard of an optimizer."""
         is_step = isinstance(owner, Optimizer)
         self.calls["steps" if is_step else "losses"] += 1
         for known, part in self._parts:
@@ -213,15 +213,15 @@ class Everywhere:
     def refresh(self) -> None:
         """Update the list of states that compiled functions capture, and evaluate it.
 
-        The trainer evaluates only its own arrays, so our graph would keep growing.
+        The trainer does not evaluate these states, so their graph would keep growing.
         """
         self._parts = [(x, part) for x, part in self._parts if x() is not None]
         self.state[:] = [part.state for _, part in self._parts]
-        with suppress(ValueError):  # MLX does not evaluate inside a trace
+        with suppress(ValueError):  # MLX cannot evaluate inside a trace
             mx.async_eval(self.state)
 
     def make_guard(self, optimizer: Optimizer, kind: type) -> GuardedOptimizer:
-        """Return a guard for one optimizer."""
+        """Return a ``GuardedOptimizer`` that steps in place of an optimizer."""
         # Guard a twin that shares all attributes, so that the optimizer can be freed.
         twin: Any = object.__new__(kind)
         twin.__dict__ = vars(optimizer)
@@ -230,7 +230,7 @@ class Everywhere:
     def make_scaler(
         self, model: Any = None, loss_fn: Any = None, batch: Any = None
     ) -> GradScaler:
-        """Return a scaler for a model, or for parameter trees without one."""
+        """Return a scaler; for a model, also set its float32 layers and first scale."""
         from .. import find_float32_layers, float32_layers
 
         scaler = GradScaler(2.0**10 if self.init_scale is None else self.init_scale)
@@ -255,11 +255,10 @@ def _n_applied_and_skipped(scaler: GradScaler) -> tuple[int, int]:
 def find_first_scale(
     scaler: GradScaler, model: nn.Module, loss_fn: _Fn, batch: Any, dtype: Any = None
 ) -> None:
-    """Find the scale on the first batch, so that a short run does not lose steps.
+    """Find a loss scale of at most 65536 on the first batch, to skip fewer steps.
 
-    With GradScaler's default initial scale of 65536, a run of 42 steps skipped 13. If
-    the loss or the gradients are non-finite at every scale, the scale does not change,
-    and a warning about the skipped steps follows later.
+    One run of 42 steps skipped 13 when it started from a scale of 65536. If the loss or
+    the gradients are non-finite at every scale, the scale does not change.
     """
     from ..diagnostics import calibrate
 
@@ -306,7 +305,7 @@ _entered: list[Everywhere] = []
 
 
 def _current() -> Everywhere | None:
-    """Return the active context; None if the call comes from an internal module."""
+    """Return the active context; None if there is none or an internal module calls."""
     frame = sys._getframe(1) if _entered else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_INTERNAL):
@@ -402,10 +401,10 @@ def _compile(
     outputs: Any = None,
     shapeless: bool = False,
 ) -> _Fn:
-    """Compile a function; if it trains, also capture our state.
+    """Compile a function; if it trains, also capture the state of the context.
 
-    The function runs uncompiled until its first training step is done, because finding
-    the first scale reads values, and only that step shows that the function trains.
+    The function runs uncompiled until it has done a training step, because finding the
+    first scale reads values, and only this step shows that the function trains.
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}

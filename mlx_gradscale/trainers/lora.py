@@ -31,8 +31,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "loss-scale": {
         "metavar": "dynamic|NUMBER|off",
-        "help": "Dynamic or fixed loss scale; off only skips non-finite steps. "
-        "Default: dynamic, starting from a scale found on the first batch.",
+        "help": "Dynamic or fixed loss scale. With off, non-finite steps are still "
+        "skipped. Default: dynamic, starting from a scale found on the first batch.",
     },
     "max-grad-norm": {
         "metavar": "NORM",
@@ -51,14 +51,14 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "history": {
         "metavar": "FILE",
-        "help": "Write loss, scale and skipped steps to this .csv or .jsonl file, and "
-        "a plot next to it.",
+        "help": "Write the loss, scale and skipped steps to this .csv or .jsonl file, "
+        "and a plot next to it.",
     },
     "resume": {
         "action": "store_true",
         "default": None,
-        "help": "Resume from the last checkpoint in the adapter path. The run is "
-        "bit-identical to an uninterrupted one.",
+        "help": "Resume from the last checkpoint in the adapter path. With the same "
+        "options, the run is bit-identical to an uninterrupted one.",
     },
 }
 
@@ -128,7 +128,7 @@ def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
 
 
 def wrap_optimizer(optimizer: Optimizer, args: Any) -> LossScaleOptimizer:
-    """Wrap mlx-lm's optimizer with loss scaling and master weights."""
+    """Wrap mlx-lm's optimizer in a ``LossScaleOptimizer`` with the given options."""
     scale, world = read_loss_scale(args.loss_scale), mx.distributed.init()
     is_group = world.size() > 1
     return LossScaleOptimizer(
@@ -142,7 +142,7 @@ def wrap_optimizer(optimizer: Optimizer, args: Any) -> LossScaleOptimizer:
 
 
 def read_loss_scale(given: Any) -> Any:
-    """Return ``"dynamic"`` or a number, which is 1.0 if loss scaling is off."""
+    """Parse ``--loss-scale`` into ``"dynamic"`` or a number, which is 1.0 for off."""
     # YAML reads off as False and on as True.
     name = str(given).lower()
     if name in ("none", "dynamic", "true"):

@@ -34,7 +34,7 @@ from .everywhere import find_first_scale, warn_if_untrained
 from .lora import read_loss_scale, wrap_optimizer
 
 FOLDER = "checkpoint"
-# The options that determine which rows are in which batch.
+# A resumed run must have the same values, because they determine the batches.
 _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 
 
@@ -42,7 +42,7 @@ class Training:
     """One training run of ``mlx_gradscale lora``.
 
     Args:
-        arguments (Any): The parsed arguments, both ours and mlx-lm's.
+        arguments (Any): The parsed command line, including mlx-lm's arguments.
     """
 
     def __init__(self, arguments: Any):
@@ -63,7 +63,7 @@ class Training:
         val_dataset: Any = None,
         training_callback: Any = None,
     ) -> None:
-        """Train the model; the command calls this instead of mlx-lm's ``train``."""
+        """Train the model; mlx-lm's command calls this instead of its own ``train``."""
         self.was_called = True
         self._world = mx.distributed.init()
         self._model, self._args = model, args
@@ -94,7 +94,7 @@ class Training:
         warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
     def prepare(self, model: nn.Module) -> None:
-        """Cast the model to ``--dtype`` and select its ``--float32-layers``."""
+        """Apply ``--dtype`` and ``--float32-layers`` to the model, if given."""
         dtype, layers = self._arguments.dtype, self._arguments.float32_layers
         # Some mlx-lm models exclude weights from casting, such as those of a router.
         is_cast = getattr(model, "cast_predicate", lambda path: True)
@@ -111,7 +111,7 @@ class Training:
 
     def _iterate(self) -> Iterator[Any]:
         """Yield batches indefinitely, starting after the last completed iteration."""
-        # mlx-lm raises if the dataset has less than one batch.
+        # At least 1: if the dataset is smaller than a batch, iterate_batches raises.
         n_batches = max(len(self._dataset) // self._args.batch_size, 1)
         first_epoch, n_done = divmod(self._at.iteration, n_batches)
         for epoch in count(first_epoch):

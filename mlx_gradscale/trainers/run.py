@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.callback(
             lambda: print(*here.report() or [_NOTHING], sep="\n", file=sys.stderr)
         )
-        # Like Python, first search the script's folder, or for -m the current one.
+        # Like Python, search the script's folder first or, with -m, the current one.
         folder = os.path.abspath("" if options.module else os.path.dirname(script))
         arguments = [script, *options.arguments]
         stack.enter_context(patch.object(sys, "argv", arguments))

@@ -43,7 +43,7 @@ def test_float32_batch_promotes_the_first_layer():
     model = Mlp(dtype=mx.float16)
     report = compute_dtypes(model, mse(model), *batch())
     assert report.first.path == "layers.0"
-    assert "because an input is float32. So does what" in str(report)
+    assert "because an input is float32. So does everything" in str(report)
 
 
 @pytest.mark.parametrize("how", ["half", "compute_dtype", "float32 layer", "float32"])
