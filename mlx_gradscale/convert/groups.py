@@ -41,7 +41,7 @@ class Group:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer's row in the table."""
+        """The entry of ``kind`` in ``OPTIMIZERS``."""
         return OPTIMIZERS[self.kind]
 
     def slots(self, index: Index) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Group:
         return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
-        """Return whether any of a parameter's slots is missing in PyTorch."""
+        """Return whether any of a parameter's slots is missing in the checkpoint."""
         slots = self.slots(index)
         return any(slots.get(slot) is None for slot in self.spec.slots)
 
@@ -141,7 +141,7 @@ def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
 
 
 def _nest(held: dict[str, Any]) -> None:
-    """Nest a flattened state dict; parameters with equal settings form one group."""
+    """Nest a flat state dict in place; parameters with equal settings form a group."""
     states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, item in held.items():
@@ -158,7 +158,7 @@ def _nest(held: dict[str, Any]) -> None:
 
 
 def flatten(held: dict[str, Any]) -> None:
-    """Flatten a state dict again if it was flattened in the checkpoint."""
+    """Flatten a state dict again, in place, if it was flat in the checkpoint."""
     if held.pop(_FLATTENED, False):
         flat = {
             f"{_STATE}{name}.{slot}": x

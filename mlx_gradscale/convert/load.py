@@ -60,7 +60,7 @@ def load_torch(
             Accelerate or Transformers' Trainer.
         model (nn.Module): The model to load the weights into. Its names and shapes must
             match the checkpoint's, after conversion to MLX.
-        options (Options, optional): Settings that the checkpoint does not contain.
+        options (Options, optional): Settings that cannot be inferred from the files.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
             for ``mlx.optimizers``, to replace the checkpoint's rate. If PyTorch's
             parameter groups have different rates, pass a list with one rate per group.
@@ -75,7 +75,7 @@ def load_torch(
 
     Returns:
         TorchRun: The optimizer, the scaler and the template. The optimizer computes the
-        same updates as PyTorch's, except for rounding and ``options.accept``.
+        same updates as PyTorch's, except for rounding and accepted differences.
 
     Raises:
         ConvertError: If the checkpoint does not match the model or cannot be converted.
@@ -128,7 +128,7 @@ def _fill(
     template: Template,
     keep_rate: bool,
 ) -> None:
-    """Load the checkpoint's arrays, and drop them from the template."""
+    """Move a template's arrays to the model and the optimizer."""
     weights = template.weights()
     template.plan.change_model()
     names, rounded = None, []
@@ -147,7 +147,7 @@ def _fill(
 def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
-    """Load the state into a new optimizer; return the parameters that have state."""
+    """Load a new optimizer's state; return the names of the trainable parameters."""
     flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
@@ -168,7 +168,7 @@ def _load_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Load weights in the model's dtypes; return the rounded ones without a master."""
+    """Load weights in the model's dtypes; list those cast without a master weight."""
     own = dict(tree_flatten(model.parameters()))
     cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
     infinite = [

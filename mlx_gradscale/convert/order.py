@@ -20,7 +20,7 @@ _MOST_WORK = 1_000_000
 
 
 class Order:
-    """Matches the parameters of a model's optimizers to the model's tensors."""
+    """Matches the optimizers' parameters, often known only by number, to tensors."""
 
     def __init__(
         self, groups: Sequence[Group], tensors: Mapping[str, Any], plan: Plan
@@ -57,7 +57,7 @@ class Order:
         return found, self._swap_notes(found, is_ordered)
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
-        """Return the possible parameters; a tied tensor is listed by its first name."""
+        """Return the names that may be parameters, with each tied tensor only once."""
         parameters = [n for n in names if n.rpartition(".")[2] not in _BUFFERS]
         return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
 
@@ -84,7 +84,7 @@ class Order:
         return found
 
     def _mlx_order(self, model: nn.Module) -> list[str]:
-        """Return PyTorch's names in the order PyTorch would list the parameters.
+        """Return the PyTorch names in the order of ``named_parameters()`` in PyTorch.
 
         A module's own parameters come first, weight before bias, followed by those of
         its submodules in the order in which they were assigned.
