@@ -47,7 +47,7 @@ def many() -> Holder:
 
 
 def nearly(value: bytes, price: float) -> bytes:
-    """Repeat a pickled value, which costs ``price``, for 97% of the operations."""
+    """Return a pickle that repeats a value up to 97% of the limit on operations."""
     return pickled(b"(" + value * int(0.97 * OPERATIONS / price) + b"t")
 
 
@@ -176,7 +176,7 @@ def write(name: str, folder: Path) -> None:
 
 
 def run(name: str, place: Path) -> tuple[float, int, str]:
-    """Return CPU seconds, peak memory in bytes, and the outcome of the command."""
+    """Run a command on a checkpoint; return CPU seconds, peak bytes and outcome."""
     folder = place / "bomb"
     # Use another process: a child's peak memory starts at its parent's.
     builder = multiprocessing.Process(target=write, args=(name, folder))

@@ -176,7 +176,7 @@ class Soak:
 
 
 def soak(steps: int, compiled: bool, seed: int = 0) -> str:
-    """Train for ``steps`` steps and return the measurements; raise if anything grew."""
+    """Train and return the measurements; raise if memory grew or a step retraced."""
     with tempfile.TemporaryDirectory() as folder:
         run = Soak(compiled, seed, Path(folder))
         start, end = run.run(steps)

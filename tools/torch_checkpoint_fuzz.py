@@ -384,7 +384,7 @@ def judge(data: bytes, torch: Any = None) -> str:
 
 
 def peak_memory(reset: bool = False) -> float:
-    """Return the peak memory in MB since the last reset, or ever if not on Linux."""
+    """Return peak memory in MB since the last reset (off Linux, since the start)."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")

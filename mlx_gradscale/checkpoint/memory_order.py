@@ -34,7 +34,7 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def arrange(x: Any, order: Sequence[int] | None) -> Any:
-    """Return an equal array whose axes have the given order in memory, if any."""
+    """Return ``x`` with its axes in this order in memory; None leaves it unchanged."""
     if order is None:
         return x
     if sorted(order) != [*range(x.ndim)]:

@@ -251,7 +251,7 @@ def _find_seed(keys: mx.array, group: Group) -> int:
     """
     rank, count = group.rank(), len(keys)
     if keys.dtype != mx.uint32 or keys.shape != (count, 2):
-        raise ValueError("the saved random state is damaged.")
+        raise ValueError("the saved random state is damaged. Use another checkpoint.")
     key = keys[rank % count]
     if rank >= count and mx.any(keys != keys[0]).item():
         key = mx.random.split(key, rank + 1)[rank]

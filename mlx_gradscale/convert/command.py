@@ -303,7 +303,7 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _describe(template: Template, source: Path, target: Path) -> str:
-    """Describe a conversion for ``--dry-run``."""
+    """Return the description of a conversion that ``--dry-run`` prints."""
     rows = [("PyTorch", "MLX", "layout")]
     rows += [
         (entry.torch, ", ".join(entry.mlx), entry.layout)

@@ -27,7 +27,7 @@ _LARGEST_INDEX = 2**31
 
 @dataclass
 class Group:
-    """A parameter group of an optimizer."""
+    """A parameter group of a PyTorch optimizer, and its place in the MLX state."""
 
     held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
     settings: dict[str, Any]  # the group itself, with its params
@@ -61,7 +61,7 @@ class Group:
         return None
 
     def write_slots(self, index: Index, slots: Mapping[str, Any]) -> None:
-        """Update some slots of a parameter; the others are kept."""
+        """Update the given slots of a parameter's state; the others are kept."""
         if slots:
             states = self.held.setdefault("state", {})
             key = type(next(iter(states), index))(index)  # a number or a string
@@ -75,7 +75,7 @@ class Group:
                 slots[slot] = TensorShape.of(slots[slot])
 
     def check_settings(self) -> None:
-        """Raise if a setting is missing or invalid."""
+        """Raise if a setting that the conversion needs is missing or invalid."""
         needed = ("lr", *self.spec.settings)
         for key in (*needed, *SCHEDULED):
             value = self.settings.get(key)
@@ -174,7 +174,7 @@ def flatten(held: dict[str, Any]) -> None:
 
 
 def _brief(value: Any) -> Any:
-    """Return a key for comparing settings; only numbers compare by value."""
+    """Return a key for comparing settings; only numbers are compared by value."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
         return [number(item) if _is_number(item) else id(item) for item in value]
     return number(value) if value is None or _is_number(value) else id(value)

@@ -172,8 +172,9 @@ def probe_sanitize(
 
 
 def _mark(mark: int, shape: Shape) -> mx.array:
-    """Return an array with ``mark`` at the origin and ``mark + a + 1`` next on axis a.
+    """Return an array whose elements reveal its origin and how its axes were moved.
 
+    The first element is ``mark``, and the next one on axis ``a`` is ``mark + a + 1``.
     The array is a view of a small buffer, with strides 1, 2, 3 and so on.
     """
     if 0 in shape:

@@ -28,9 +28,8 @@ class TorchRun:
         optimizer (Optimizer, optional): The MLX optimizer, with PyTorch's settings and
             state. With ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``. None
             if the checkpoint has no optimizer.
-        scaler (GradScaler, optional): The scaler, with PyTorch's state. With
-            ``loss_scaling`` it is the scaler of the ``LossScaleOptimizer``. Otherwise,
-            it is None if the checkpoint has no scaler.
+        scaler (GradScaler, optional): The scaler, with PyTorch's state. None if the
+            checkpoint has no scaler, unless ``loss_scaling`` creates a new one.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
         notes (list): Notes on differences between PyTorch and MLX, and on entries that
@@ -147,7 +146,7 @@ def _fill(
 def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
-    """Load a new optimizer's state; return the names of the trainable parameters."""
+    """Load the saved state into an optimizer; return the trainable names."""
     flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)

@@ -79,7 +79,7 @@ def is_adapter(names: Collection[str]) -> bool:
 def make_plan(
     tensors: Mapping[str, mx.array], model: nn.Module, options: Options | None = None
 ) -> Plan:
-    """Plan the conversion of a PyTorch state dict.
+    """Map a PyTorch state dict to the parameters of an MLX model.
 
     Names and layouts come from the model's ``sanitize`` method or from its layers:
     names inside an ``nn.Sequential`` get the prefix ``layers``, convolution weights

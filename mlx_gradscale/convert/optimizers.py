@@ -37,7 +37,7 @@ def plan_groups(
     accept: Collection[str],
     trainer_step: Any = None,
 ) -> list[str]:
-    """Set the parameters and steps of the groups, and return notes.
+    """Set the parameters, steps and prefixes of the groups, and return notes.
 
     ``names`` are the PyTorch names of all parameters, group by group. Differences
     between PyTorch and MLX raise an error unless they are in ``accept``.
@@ -117,7 +117,7 @@ def _set_prefixes(groups: Sequence[Group]) -> None:
 def to_mlx(
     groups: Sequence[Group], tensors: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
-    """Return the flat MLX state, with zeros for parameters without state."""
+    """Return the flat MLX optimizer state, with zeros where PyTorch has no state."""
     flat: dict[str, mx.array] = {}
     for group in groups:
         prefix, rate = group.prefix, number(group.settings["lr"])

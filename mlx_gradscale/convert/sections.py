@@ -58,7 +58,7 @@ class Sections:
 
 
 def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
-    """Find the sections of a checkpoint by their contents, or by the user's keys."""
+    """Find the model, optimizers and scaler by content, or by the user's keys."""
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
     for name, text in keys.items():

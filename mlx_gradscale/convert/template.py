@@ -157,7 +157,7 @@ def make_template(
     options: Options,
     files: dict[str, mx.array] | None = None,
 ) -> tuple[Template, list[str]]:
-    """Return a template, with the checkpoint's sections mapped to MLX, and notes."""
+    """Make a template that maps a checkpoint to MLX; return it and a list of notes."""
     if is_template(checkpoint):
         raise ConvertError(
             "This file is a template. Pass the original PyTorch checkpoint."

@@ -1,4 +1,4 @@
-"""Checkpoint values that have no Python or MLX type.
+"""Types for checkpoint values that Python's and MLX's types cannot represent.
 
 A pickle describes how to create an object: a name, arguments and a state. A
 ``Placeholder`` stores this description as data; nothing is imported or called. The
@@ -156,7 +156,7 @@ def dtype_name(array: Any) -> str:
 
 
 def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    """Return a tensor or ``TensorShape`` with the flags that are True set."""
+    """Return a tensor or ``TensorShape`` with these flags, as is if both are False."""
     if not requires_grad and not is_parameter:
         return tensor
     if isinstance(tensor, TensorShape):

@@ -65,7 +65,7 @@ class Unpickler:
         self._names: dict[str, Any] = {}
 
     def read(self) -> Any:
-        """Execute the instructions to the end and return the object."""
+        """Interpret the instructions of the pickle and return its object."""
         stream, limits, start = self._stream, self._limits, self._stream.tell()
         try:
             while (code := stream.read(1)) != b".":
@@ -248,7 +248,7 @@ def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -
 def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
     is_shape = len(shape) <= 64 and all(map(is_count, shape))
     is_shape = is_shape and re.fullmatch(r"\w{1,40}", dtype) is not None
-    check(is_shape, "a TensorShape has an invalid shape or dtype.")
+    check(is_shape, "a TensorShape has an invalid shape or dtype. Save the file again.")
     return TensorShape(shape, dtype, *flags)
 
 
@@ -303,7 +303,7 @@ BUILDERS: dict[str, tuple[Any, ...]] = {
 def _read_names(stream: IO[bytes]) -> tuple[str, str]:
     lines = stream.readline(1000), stream.readline(1000)
     is_ended = all(line.endswith(b"\n") for line in lines)
-    check(is_ended, "a name in the pickle does not end.")
+    check(is_ended, "a name in the pickle does not end. Copy the file again.")
     module, name = (line[:-1].decode("utf-8", "surrogatepass") for line in lines)
     return module, name
 
@@ -363,7 +363,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_key(key: Any) -> tuple[Any, ...]:
-    """Return the parts of a key; raise unless it is a plain value or a flat tuple."""
+    """Return the parts of a dict key; raise unless they are all plain values."""
     parts = key if type(key) is tuple and len(key) <= 64 else (key,)
     check(
         all(type(part) in _KEYS for part in parts),

@@ -174,7 +174,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         return "storage", name, obj.key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the call that rebuilds an object, or NotImplemented by default."""
+        """Return the call to rebuild an object, or NotImplemented for the usual one."""
         kind = type(obj)
         if kind is TensorShape:
             return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
