@@ -25,7 +25,7 @@ def why_not() -> str | None:
 
 
 def build(folder: str | Path) -> Path:
-    """Compile ``flush_subnormals.c`` with the compiler of MLX's CPU backend."""
+    """Compile ``flush_subnormals.c`` with g++, which MLX's CPU backend needs too."""
     library = Path(folder) / "flush_subnormals.so"
     flags = ["-xc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     source = str(TOOLS / "flush_subnormals.c")
@@ -40,7 +40,7 @@ def environment(library: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with the library, and return its exit code."""
+    """Run pytest with the library; return its exit code, or 0 if not supported."""
     if reason := why_not():
         print(reason)
         return 0

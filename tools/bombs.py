@@ -42,12 +42,12 @@ Files = dict[str, Any]
 
 
 def many() -> Holder:
-    """Return a model for the trees with many parameters."""
+    """Return a model with 80,000 parameters, for the trees with as many tensors."""
     return Holder({f"p{i}": mx.zeros(1) for i in range(20_000 * SCALE)})
 
 
 def nearly(value: bytes, price: float) -> bytes:
-    """Repeat the pickle of a value as often as the limits allow."""
+    """Return a pickle that repeats a value up to 97% of the limit on operations."""
     return pickled(b"(" + value * int(0.97 * OPERATIONS / price) + b"t")
 
 
@@ -60,7 +60,7 @@ def dicts() -> bytes:
 
 
 def expanded(megabytes: int, count: int = 1) -> bytes:
-    """Return the pickle of tensors that repeat one element."""
+    """Return the pickle of tensors of this total size that repeat one element."""
     size = megabytes * 2**18 // count
     views = [tensor(shape=(size - i,), strides=(0,)) for i in range(count)]
     named = [text(f"p{i}") + view for i, view in enumerate(views)]
@@ -154,13 +154,13 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
 
 
 def wide() -> Holder:
-    """Return a model for the expanded weights."""
+    """Return a model for the checkpoint of expanded weights."""
     size = 500 * 2**18 // 3
     return Holder({f"p{i}": mx.zeros(size - i) for i in range(3)})
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the files of a bomb."""
+    """Write the files of a hostile checkpoint to a new folder."""
     files = INSPECT[name]() if name in INSPECT else CONVERT[name][0]()
     folder.mkdir()
     if TEMPLATE in files:
@@ -176,7 +176,7 @@ def write(name: str, folder: Path) -> None:
 
 
 def run(name: str, place: Path) -> tuple[float, int, str]:
-    """Return CPU seconds, peak memory in bytes, and the outcome of the command."""
+    """Run a command on a checkpoint; return CPU seconds, peak bytes and outcome."""
     folder = place / "bomb"
     # Use another process: a child's peak memory starts at its parent's.
     builder = multiprocessing.Process(target=write, args=(name, folder))
@@ -219,7 +219,7 @@ def run(name: str, place: Path) -> tuple[float, int, str]:
 
 
 def main() -> int:
-    """Run the bombs, and return 1 if any failed."""
+    """Run the chosen checkpoints, and return 1 if any failed."""
     words = sys.argv[1:] or [""]
     results = []
     for name in [*INSPECT, *CONVERT]:

@@ -5,7 +5,7 @@
 The fuzzer mutates a valid checkpoint: it replaces, renames, removes, moves and repeats
 entries, and makes numbers huge or odd. It converts each tree in both directions, or
 fills a damaged template. It prints the traceback of every undocumented error, and
-reports conversions that take more than 30 seconds.
+reports rounds that take more than 30 seconds.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SLOWEST = 30.0
 
 
 class Net(nn.Module):
-    """Two equal layers and a convolution."""
+    """A model with two identical linear layers and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def good_checkpoint() -> dict[str, Any]:
-    """Return a checkpoint that converts."""
+    """Return a valid PyTorch checkpoint of a ``Net`` run."""
     shapes = {"a.weight": (3, 3), "a.bias": (3,), "b.weight": (3, 3), "b.bias": (3,)}
     shapes |= {"c.weight": (4, 2, 3, 3), "c.bias": (4,)}
     model = {name: mx.ones(shape) for name, shape in shapes.items()}
@@ -72,7 +72,7 @@ def good_checkpoint() -> dict[str, Any]:
 
 
 def odd_values(rng: random.Random) -> Any:
-    """Return a value that is unlikely to be valid."""
+    """Return a random value that is unlikely to be valid."""
     return rng.choice([
         None, True, 0, -1, 1, 2**31, 2**61 - 1, 2**200, 10**400, 1e308, -0.0,
         float("nan"), float("inf"), "", "x", "step", "module." * 50, "a.b.c", b"x",
@@ -100,7 +100,7 @@ def containers(tree: Any) -> list[Any]:
 
 
 def mutate(tree: Any, rng: random.Random) -> Any:
-    """Return a tree with a few mutations."""
+    """Return a copy of a tree with one to six random mutations."""
     tree = copy.copy({"root": copy_tree(tree)})
     for _ in range(rng.choice([1, 1, 1, 2, 3, 6])):
         places = [c for c in containers(tree) if c]
@@ -128,7 +128,7 @@ def mutate(tree: Any, rng: random.Random) -> Any:
 
 
 def copy_tree(value: Any, depth: int = 0) -> Any:
-    """Copy the containers of a tree, but not its leaves."""
+    """Copy the containers of a tree, up to 20 levels deep, but not its leaves."""
     if depth > 20:
         return value
     if isinstance(value, dict):
@@ -159,7 +159,7 @@ def _description(template: Any) -> dict[str, Any]:
 
 
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
-    """Damage a template and try to fill it."""
+    """Make a template of a valid checkpoint, damage it, and try to fill it."""
     model = Net()
     template, _ = make_template(tree, model, Options())
     flat = template.optimizer_state()
@@ -170,7 +170,7 @@ def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
 
 
 def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
-    """Return the count of each outcome."""
+    """Convert mutated checkpoints, and return the count of each outcome."""
     rng, outcomes = random.Random(seed), Counter[str]()
     warnings.simplefilter("ignore")
     for number in range(rounds):
@@ -198,7 +198,7 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """Run the fuzzer."""
+    """Run the fuzzer; return 1 if there was a bug or a slow conversion."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Train for many steps, and check memory, retracing and all counts.
+"""Train for many steps, and check memory, retracing and the scaler's state.
 
     python tools/soak.py [--compiled STEPS] [--eager STEPS] [--seed SEED]
 
@@ -43,7 +43,7 @@ CHANGES: list[tuple[str, tuple[Any, ...]]] = [
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory in use at one moment, excluding garbage."""
+    """MLX's active memory, and the number of Python objects and memory blocks."""
 
     active: int
     objects: int
@@ -51,7 +51,7 @@ class Memory:
 
     @classmethod
     def now(cls) -> "Memory":
-        """Collect garbage, then measure."""
+        """Collect garbage, then measure the memory in use."""
         gc.collect()
         objects = len(gc.get_objects())
         return cls(mx.get_active_memory(), objects, sys.getallocatedblocks())
@@ -176,7 +176,7 @@ class Soak:
 
 
 def soak(steps: int, compiled: bool, seed: int = 0) -> str:
-    """Train for ``steps`` steps and return the measurements; raise if anything grew."""
+    """Train and return the measurements; raise if memory grew or a step retraced."""
     with tempfile.TemporaryDirectory() as folder:
         run = Soak(compiled, seed, Path(folder))
         start, end = run.run(steps)

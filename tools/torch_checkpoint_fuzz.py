@@ -2,8 +2,8 @@
 
     python tools/torch_checkpoint_fuzz.py --mutants 100000
 
-Mutants are real files (PyTorch's own, from tests/golden/torch) with changed bytes,
-pickles of random instructions, zip fields with hostile numbers, and bombs. A mutant
+Mutants are real files (most from PyTorch, in tests/golden/torch) with changed bytes
+or zip fields, pickles of random instructions, and bombs of repeated values. A mutant
 passes if ``load`` raises ``CheckpointError``, or returns a tree of plain values,
 placeholders and usable arrays that survives ``save`` and ``load``. A mutant fails if it
 raises another exception or takes more than ``--seconds`` or ``--megabytes``; it is then
@@ -76,7 +76,7 @@ NAMES = [*STORAGES, REBUILD, ORDERED_DICT, *COPIES, *FOREIGN, *OTHERS]
 
 
 def seeds() -> list[bytes]:
-    """Return the golden files, readable ones several times."""
+    """Return the files to mutate; readable golden files appear several times."""
     files = []
     for path in sorted(GOLDEN.glob("*.pt")):
         files += [path.read_bytes()] * (1 if "refused" in path.name else 4)
@@ -138,7 +138,7 @@ def pack(records: dict[str, bytes]) -> bytes:
 
 
 def in_the_pickle(data: bytes, rng: random.Random) -> bytes:
-    """Change only the pickle in an otherwise valid zip file."""
+    """Change only the pickle of a zip file, or the start of a legacy file."""
     if not data.startswith(b"PK"):
         return set_number(data[:4000], rng) + data[4000:]
     records = unpack(data)
@@ -191,7 +191,7 @@ def instruction(rng: random.Random) -> bytes:
 
 
 def value(rng: random.Random, depth: int = 0) -> bytes:
-    """Return a valid value, occasionally with an invalid instruction."""
+    """Return the pickle of a random value, occasionally with a stray instruction."""
     noise = instruction(rng) if rng.random() < 0.01 else b""
     if depth > 3 or rng.random() < 0.55:
         leaf = rng.choice([number, text, tensor, lambda _: b"N", lambda _: b"\x88"])
@@ -218,7 +218,7 @@ def value(rng: random.Random, depth: int = 0) -> bytes:
 
 
 def random_pickle(data: bytes, rng: random.Random) -> bytes:
-    """Replace the file with random instructions and three small storages."""
+    """Return a new file with a random pickle and three small storages."""
     if rng.random() < 0.7:
         pickle = value(rng)
     else:
@@ -229,7 +229,7 @@ def random_pickle(data: bytes, rng: random.Random) -> bytes:
 
 
 def colliding(rng: random.Random, count: int) -> list[bytes]:
-    """Return numbers or tuples that collide in a hash table."""
+    """Return pickled keys: consecutive numbers, or keys that collide in a dict."""
     kind = rng.randrange(4)
     if kind == 0:
         return [b"J" + struct.pack("<i", i) for i in range(count)]
@@ -364,7 +364,7 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
 
 
 def judge(data: bytes, torch: Any = None) -> str:
-    """Return "refused", "loaded" or "same as torch", or raise."""
+    """Return "refused", "loaded" or "same as torch"; raise if the mutant fails."""
     try:
         value = torch_checkpoint.load(data, Limits(**LIMITS))
     except CheckpointError:
@@ -384,7 +384,7 @@ def judge(data: bytes, torch: Any = None) -> str:
 
 
 def peak_memory(reset: bool = False) -> float:
-    """Return peak megabytes since the last reset; off Linux, of the whole process."""
+    """Return peak memory in MB since the last reset (off Linux, since the start)."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""Save a training run and restore it in place, bit-identically."""
+"""Save training runs, and restore them so that they resume bit-identically."""
 
 from .folder import Checkpoint, latest_checkpoint, read_checkpoint
 from .restore import restore_checkpoint

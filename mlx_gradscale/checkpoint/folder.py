@@ -3,15 +3,15 @@
     run/
       save-000007/
         model.safetensors       the model's weights, for mx.load and mlx-lm
-        training.safetensors    arrays of the optimizer and extra
+        training.safetensors    all other arrays
         training.json           all other values
-        checksums.json          CRC-32 of the other files
+        checksums.json          CRC-32 of the three files above
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
 a hidden folder, renames it to the next free number, and then removes old checkpoints.
 The newest checkpoint is complete even if a process is killed, a damaged checkpoint does
-not prevent the next save, and two writers use different numbers. A single file could be
-replaced atomically, but mlx-lm could not load the weights from it.
+not prevent the next save, and simultaneous writers get different numbers. A single file
+could be replaced atomically, but mlx-lm could not load the weights from it.
 """
 
 import errno
@@ -33,20 +33,20 @@ from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
 _CHECKSUMS = "checksums.json"
-_PREFIX = "optimizer."  # of the names of the optimizer's arrays
+_PREFIX = "optimizer."  # added to the names of the optimizer's arrays
 _SAVE = re.compile("save-[0-9]{6,}")
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
 
 
 class Checkpoint(NamedTuple):
-    """The contents of a checkpoint, independent of a model.
+    """The state of a training run, as dicts of arrays and plain values.
 
     Attributes:
         weights (dict): The model's weights by path.
-        optimizer (dict): The leaves of ``optimizer.state`` by path.
+        optimizer (dict): The saved leaves of ``optimizer.state`` by path.
         scaler (dict): The scaler's ``state_dict()``, or None without a scaler.
-        extra (dict): The user's own values.
-        description (dict): The other entries of ``training.json``.
+        extra (dict): The ``extra`` arguments of ``save_checkpoint``.
+        description (dict): Other entries of ``training.json``, such as ``settings``.
     """
 
     weights: dict[str, mx.array]
@@ -91,7 +91,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If the checkpoint is damaged.
+        ValueError: If the checkpoint is damaged or cannot be read.
     """
     run = Path(path)
     saves = _list_saves(run)
@@ -105,13 +105,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         older = [x.name for x in saves if x != save]
         advice = ""
         if older:
-            advice = f" Older checkpoints are {list_some(older)}. Pass the path of one."
+            advice = f" To use an older checkpoint, pass its path: {list_some(older)}."
         text = f"Cannot read {save}: {describe_error(error)}{advice}"
         raise ValueError(text) from error
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of an error, with its type unless the message is clear."""
+    """Return an error's message, with its type unless it is a ValueError or OSError."""
     is_clear = isinstance(error, (ValueError, OSError))
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 

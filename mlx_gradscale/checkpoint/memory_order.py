@@ -1,8 +1,8 @@
 """Find and restore the memory order of arrays, which safetensors files do not store.
 
-Matrix products round differently for transposed operands, and a step leaves weights and
-moments in the order of its operands. A resumed run is therefore bit-identical only if
-that order is restored too.
+Matrix products may round differently if an operand is transposed in memory, and a
+training step can leave weights and moments transposed. A resumed run is therefore
+bit-identical only if the memory order is restored too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the order of axes in memory, outermost first, of non-row-major arrays.
+    """Return the memory order of the axes, outermost first, of non-row-major arrays.
 
     Example:
         >>> x = mx.zeros((2, 3))
@@ -25,7 +25,7 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
         if isinstance(x, mx.array) and x.ndim > 1 and x.size > 1:
             buffer: Any = x
             strides = memoryview(buffer).strides or ()
-            # If two strides are equal, one of the axes has a single element.
+            # Strides can be equal if an axis has a single element. Sort that axis last.
             keys = [(-stride, -n) for stride, n in zip(strides, x.shape, strict=True)]
             order = sorted(range(x.ndim), key=keys.__getitem__)
             if order != [*range(x.ndim)]:
@@ -34,7 +34,7 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def arrange(x: Any, order: Sequence[int] | None) -> Any:
-    """Return an equal array with its axes in the given order in memory."""
+    """Return ``x`` with its axes in this order in memory; None leaves it unchanged."""
     if order is None:
         return x
     if sorted(order) != [*range(x.ndim)]:

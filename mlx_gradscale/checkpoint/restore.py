@@ -40,25 +40,25 @@ def restore_checkpoint(
     optimizer: Optimizer,
     scaler: GradScaler | None = None,
 ) -> dict[str, Any]:
-    """Restore a run saved by :func:`save_checkpoint`, in place.
+    """Restore, in place, a run that :func:`save_checkpoint` saved.
 
-    The model, the optimizer, the scaler and the random state are restored, and the
-    resumed run is bit-identical to an uninterrupted one. Arrays are replaced in the
-    containers that hold them, so a step that is already compiled uses the new values.
+    The model, the optimizer, the scaler and the random state are restored. Arrays are
+    replaced in the containers that hold them, so a step that is already compiled uses
+    the new values.
 
     First create the model, the optimizer and the scaler as in the saved run, including
-    schedules. Without a schedule, the learning rate is restored too. A
-    ``LossScaleOptimizer`` may have a different ``masters`` argument than the saved one.
-    In distributed training, all ranks must call this; only rank 0 reads. The number of
-    ranks may have changed since the run was saved.
+    schedules; the resumed run is then bit-identical to an uninterrupted one. Without a
+    schedule, the learning rate is restored too. In distributed training, all ranks must
+    call this; only rank 0 reads. If the number of ranks, or the ``masters`` argument of
+    a ``LossScaleOptimizer``, has changed, results may differ from the original run's.
 
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
             the ``save-...`` folders in it.
-        model (nn.Module): Names, shapes and dtypes of the weights must match. Frozen
-            weights that were not saved must have the same values.
-        optimizer (Optimizer): Class and settings must match the saved optimizer. It
-            does not have to be initialized.
+        model (nn.Module): A model whose weights have the saved names, shapes and
+            dtypes. Frozen weights that were not saved must have the same values.
+        optimizer (Optimizer): An optimizer of the same class and with the same settings
+            as the saved one. It does not have to be initialized.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
 
     Returns:
@@ -159,7 +159,7 @@ def _restore_optimizer(
 def _convert_masters(
     state: dict[str, Any], places: _Places, weights: Mapping[str, mx.array]
 ) -> None:
-    """Convert a saved state to the optimizer's kind of master weights."""
+    """Convert the saved master weights to the form that the optimizer uses."""
     for path in places:
         part, _, name = path.partition(".")
         if part == "masters" and f"remainders.{name}" in state:
@@ -175,7 +175,7 @@ def _replace(
     orders: Mapping[str, Any],
     free: Collection[str],
 ) -> None:
-    """Write values to their places; dtypes may differ for the paths in ``free``."""
+    """Check all values, then write them; only paths in ``free`` may change dtype."""
     missing = {
         whose: sorted(values.keys() - places.keys()),
         "the checkpoint": sorted(places.keys() - values.keys()),
@@ -215,7 +215,7 @@ def _describe(x: Any) -> str:
 
 
 def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Raise if the class or settings differ; warn if the schedules differ."""
+    """Raise if the optimizer's class or settings differ; warn if its schedules do."""
     own = describe_optimizer(optimizer)
     was, now = (", ".join(row["class"] for row in rows) for rows in (saved, own))
     if was != now:
@@ -236,7 +236,7 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
         if old["schedules"] != new["schedules"]:
             warnings.warn(
                 f"The saved {new['class']} had schedules for "
-                f"{shorten(old['schedules'])}, but this one has schedules for "
+                f"{shorten(old['schedules'])}, but this optimizer has schedules for "
                 f"{new['schedules']}. Checkpoints do not contain schedules, so create "
                 "the optimizer with the same schedules.",
                 stacklevel=3,
@@ -251,7 +251,7 @@ def _find_seed(keys: mx.array, group: Group) -> int:
     """
     rank, count = group.rank(), len(keys)
     if keys.dtype != mx.uint32 or keys.shape != (count, 2):
-        raise ValueError("the saved random state is damaged.")
+        raise ValueError("the saved random state is damaged. Use another checkpoint.")
     key = keys[rank % count]
     if rank >= count and mx.any(keys != keys[0]).item():
         key = mx.random.split(key, rank + 1)[rank]

@@ -1,4 +1,4 @@
-"""``save_checkpoint``: save everything that a run needs to resume, atomically."""
+"""``save_checkpoint``: save the state that a run needs to resume, atomically."""
 
 import os
 from pathlib import Path
@@ -30,8 +30,8 @@ STATISTICS = ("running_mean", "running_var")
 # Entries of a LossScaleOptimizer's state that are not saved with it: the scaler is
 # saved separately, max_grad_norm is a setting, and "written" repeats the weights.
 _UNSAVED = ("scaler.", "max_grad_norm", "written.")
-# How many bytes of each unsaved frozen weight to checksum. A sample is enough, because
-# another base model differs in every tensor; reading 4 GB would take seconds per save.
+# How many bytes of each unsaved frozen weight to checksum. A sample is enough to detect
+# a different base model, and reading all of 4 GB would take seconds per save.
 _SAMPLE = 2**16
 
 
@@ -50,15 +50,15 @@ def save_checkpoint(
     A run resumed with :func:`restore_checkpoint` is bit-identical to one that was not
     interrupted. Each call adds a folder ``save-000001``, ``save-000002``, ... to
     ``path`` and then removes all but the newest ``keep`` checkpoints. The newest one is
-    complete even if the process is killed. Other files in ``path`` do not change.
+    complete even if a save is interrupted. Other files in ``path`` do not change.
     ``mx.load`` and mlx-lm can load ``model.safetensors`` from each folder; see
     ``latest_checkpoint``. Learning rate schedules are Python code and are not saved,
     but the step count that they depend on is.
 
     In distributed training, all ranks must call this; rank 0 writes. Trainable
     parameters and states must be equal on all ranks, so gather a sharded model first.
-    The random state of every rank is saved. ``extra`` and buffers, such as BatchNorm's
-    statistics, are taken from rank 0.
+    The random state of every rank is saved. ``extra``, frozen parameters and buffers,
+    such as BatchNorm's statistics, are taken from rank 0.
 
     Args:
         path (str): The folder of the run. It is created if necessary.
@@ -128,7 +128,7 @@ def save_checkpoint(
 
 
 def find_scaler(optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
-    """Return the scaler of a run; raise if it is in the middle of an iteration."""
+    """Check the ``scaler`` argument, and return the run's scaler or None."""
     if not isinstance(scaler, GradScaler | None):
         raise TypeError(
             f"scaler must be a GradScaler, got {scaler!r}. Pass other values by name, "
@@ -149,13 +149,13 @@ def find_scaler(optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler |
 
 
 def find_group(optimizer: Optimizer, scaler: GradScaler | None) -> Group:
-    """Return the group of the optimizer or the scaler, or the global group."""
+    """Return the distributed group of the optimizer or scaler, or the global one."""
     groups = (getattr(owner, "group", None) for owner in (optimizer, scaler))
     return next(filter(None, groups), None) or mx.distributed.init()
 
 
 def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
-    """Return the container and key of each value to save, by dotted path."""
+    """Return the container and key of each optimizer value to save, by dotted path."""
     places = {}
     for (path, container, key), value in walk(optimizer.state):
         name = ".".join(map(str, path))
@@ -173,7 +173,7 @@ def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
 
 
 def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the class, schedules and settings of each optimizer, a wrapper first."""
+    """Return the class, schedules and settings of each optimizer, any wrapper first."""
     rows: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
         values: dict[str, Any] = {"max_grad_norm": optimizer.max_grad_norm}
@@ -191,7 +191,7 @@ def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def fingerprint(x: mx.array) -> str:
-    """Return the dtype, shape and CRC-32 of the first 64 kB of an array."""
+    """Return an array's dtype, its shape and the CRC-32 of its first 64 KiB."""
     sample = x.reshape(-1)[: _SAMPLE // x.dtype.size]
     return f"{dtype_name(x)} {x.shape} {checksum(sample):08x}"
 
@@ -223,7 +223,7 @@ def _split_weights(
 def _current_masters(
     model: nn.Module, optimizer: LossScaleOptimizer
 ) -> dict[str, mx.array]:
-    """Return the float32 master weights, or the weight itself if it was replaced."""
+    """Return the float32 master weights, updated if a weight was replaced."""
     masters = flatten(optimizer.masters(model.parameters()))
     known = optimizer.state["masters"]
     return {f"masters.{name}": x for name, x in masters if name in known}

@@ -52,18 +52,18 @@ _HELP = {
     "--drop": "ignore the PyTorch tensors that match a shell pattern",
     "--accept": "ignore an optimizer setting in which PyTorch and MLX differ; the "
     "error about the difference names the setting",
-    "--limit": f"raise a limit of the reader: {' or '.join(_LIMITS)}",
+    "--limit": f"set a limit of the reader: {' or '.join(_LIMITS)}",
     "--model": "the MLX model, which determines names, layouts and shapes: a Module "
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
     "option runs code",
-    "--overwrite": "overwrite existing files",
+    "--overwrite": "replace an existing checkpoint",
     "--dry-run": "print the planned conversion without writing anything",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the ``convert`` command.
 
     Args:
         argv (list, optional): The arguments of the command. Default: the arguments of
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         int: The exit code: 0 on success, 1 after an error (printed on one line), 130
-        after Ctrl-C. Invalid arguments raise ``SystemExit`` with code 2.
+        after Ctrl-C, 141 for a closed pipe. Invalid arguments raise ``SystemExit(2)``.
     """
     return run_command(
         lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=LIMIT_FLAGS
@@ -137,7 +137,7 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
-    """Return the reader's limits with the user's ``NAME=NUMBER`` overrides."""
+    """Parse ``NAME=NUMBER`` limits of the reader; return None if there are none."""
     try:
         pairs = [text.split("=") for text in given]
         raised = {name: int(float(number)) for name, number in pairs}
@@ -192,7 +192,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
     if path.exists() and any(path.iterdir()) and not arguments.overwrite:
-        raise FileExistsError(f"{path} already exists. Pass --overwrite to replace it.")
+        raise FileExistsError(f"{path} is not empty. Pass --overwrite to replace it.")
     model = _model(arguments.model)
     run = load_torch(arguments.torch_path, model, _options(arguments))
     template, notes = run.template, run.notes
@@ -213,7 +213,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
     # Delete the old template first. If the process is killed before it writes the new
-    # one, a missing template raises an error, but an old one would be used.
+    # one, a later conversion fails instead of using a template of another run.
     (path / TEMPLATE).unlink(missing_ok=True)
     save_checkpoint(path, model, optimizer, run.scaler, **extra)
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
@@ -303,7 +303,7 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _describe(template: Template, source: Path, target: Path) -> str:
-    """Describe a conversion for ``--dry-run``."""
+    """Return the description of a conversion that ``--dry-run`` prints."""
     rows = [("PyTorch", "MLX", "layout")]
     rows += [
         (entry.torch, ", ".join(entry.mlx), entry.layout)

@@ -26,7 +26,7 @@ from .tree import ConvertError, is_tensor, list_some
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
-# Operations per comma, colon and bracket: converting a million takes ten seconds.
+# Operations per comma, colon and bracket: a million take ten seconds to convert.
 _PER_MARK = 7
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
@@ -40,13 +40,13 @@ _MOST_BYTES, _MOST_FILES = 2**28, 1000
 def read_torch(
     path: str | os.PathLike[str], limits: Limits | None = None
 ) -> tuple[Any, dict[str, mx.array] | None, list[str]]:
-    """Read a file, or a Trainer or Accelerate folder.
+    """Read a PyTorch checkpoint: a file, or a folder of Trainer or Accelerate.
 
     The first result is the object in the file or, for a folder, a dict that maps file
     names to their contents. A sharded model is listed under the name of the unsharded
-    file. The second result is None for a file; for a folder, it maps the names of all
-    other files (random states, arguments, tokenizers) to their bytes. The third result
-    lists notes on files that were left out.
+    file. The second result is None for a file; for a folder, it maps the names of other
+    files (random states, arguments, tokenizers) to their bytes. The third result lists
+    notes on files that were left out.
     """
     path = Path(path)
     # All files share one copy of the limits; the user's object does not change.
@@ -106,7 +106,7 @@ def _read_shards(
 
 
 def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]]:
-    """Return the bytes of other files, and the names of the files left out."""
+    """Return the bytes of files to copy unchanged, and the names of those left out."""
     files: dict[str, mx.array] = {}
     left, room = [], _MOST_BYTES
     for name in names:
@@ -151,7 +151,7 @@ def _read_file(path: Path, limits: Limits) -> Any:
 
 
 def trainer_state(checkpoint: Any) -> dict[str, Any]:
-    """Return the state of a Transformers Trainer, or an empty dict."""
+    """Return the contents of ``trainer_state.json``, or an empty dict."""
     state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
     return state if isinstance(state, dict) else {}
 
@@ -162,7 +162,7 @@ def write_torch(
     files: dict[str, mx.array] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the results of :func:`read_torch` to a file or folder.
+    """Write a checkpoint in the form that :func:`read_torch` returns.
 
     If writing fails, an existing file or folder stays unchanged.
     """

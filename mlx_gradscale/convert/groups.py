@@ -27,7 +27,7 @@ _LARGEST_INDEX = 2**31
 
 @dataclass
 class Group:
-    """A parameter group of an optimizer."""
+    """A parameter group of a PyTorch optimizer, and its place in the MLX state."""
 
     held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
     settings: dict[str, Any]  # the group itself, with its params
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer's row in the table."""
+        """The entry of ``kind`` in ``OPTIMIZERS``."""
         return OPTIMIZERS[self.kind]
 
     def slots(self, index: Index) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Group:
         return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
-        """Return whether any of a parameter's slots is missing in PyTorch."""
+        """Return whether any of a parameter's slots is missing in the checkpoint."""
         slots = self.slots(index)
         return any(slots.get(slot) is None for slot in self.spec.slots)
 
@@ -61,7 +61,7 @@ class Group:
         return None
 
     def write_slots(self, index: Index, slots: Mapping[str, Any]) -> None:
-        """Update some slots of a parameter; the others are kept."""
+        """Update the given slots of a parameter's state; the others are kept."""
         if slots:
             states = self.held.setdefault("state", {})
             key = type(next(iter(states), index))(index)  # a number or a string
@@ -75,7 +75,7 @@ class Group:
                 slots[slot] = TensorShape.of(slots[slot])
 
     def check_settings(self) -> None:
-        """Raise if a setting is missing or invalid."""
+        """Raise if a setting that the conversion needs is missing or invalid."""
         needed = ("lr", *self.spec.settings)
         for key in (*needed, *SCHEDULED):
             value = self.settings.get(key)
@@ -141,7 +141,7 @@ def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
 
 
 def _nest(held: dict[str, Any]) -> None:
-    """Nest a flattened state dict; parameters with equal settings form one group."""
+    """Nest a flat state dict in place; parameters with equal settings form a group."""
     states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, item in held.items():
@@ -158,7 +158,7 @@ def _nest(held: dict[str, Any]) -> None:
 
 
 def flatten(held: dict[str, Any]) -> None:
-    """Flatten a state dict again if it was flattened in the checkpoint."""
+    """Flatten a state dict again, in place, if it was flat in the checkpoint."""
     if held.pop(_FLATTENED, False):
         flat = {
             f"{_STATE}{name}.{slot}": x
@@ -174,7 +174,7 @@ def flatten(held: dict[str, Any]) -> None:
 
 
 def _brief(value: Any) -> Any:
-    """Return a key for comparing settings; only numbers compare by value."""
+    """Return a key for comparing settings; only numbers are compared by value."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
         return [number(item) if _is_number(item) else id(item) for item in value]
     return number(value) if value is None or _is_number(value) else id(value)

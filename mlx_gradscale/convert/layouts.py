@@ -134,7 +134,7 @@ def remember(model: nn.Module) -> Callable[[], None]:
 def try_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
-    """Probe ``sanitize``, and undo its changes to the model.
+    """Call :func:`probe_sanitize`, and undo the changes that it makes to the model.
 
     Also return the names that the model accepts afterwards: Gemma 3 removes its
     ``lm_head`` if the checkpoint has none.
@@ -149,7 +149,7 @@ def try_sanitize(
 def probe_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> dict[str, tuple[str, str]]:
-    """Return new names and layouts, or raise if ``sanitize`` does more than that."""
+    """Return the names and layouts that ``sanitize`` assigns; raise if it does more."""
     marks = {name: _APART * (2 * i + 1) for i, name in enumerate(shapes)}
     names = {mark: name for name, mark in marks.items()}
     marked = {name: _mark(marks[name], shape) for name, shape in shapes.items()}
@@ -172,8 +172,9 @@ def probe_sanitize(
 
 
 def _mark(mark: int, shape: Shape) -> mx.array:
-    """Return an array with ``mark`` at the origin and ``mark + a + 1`` next on axis a.
+    """Return an array whose elements reveal its origin and how its axes were moved.
 
+    The first element is ``mark``, and the next one on axis ``a`` is ``mark + a + 1``.
     The array is a view of a small buffer, with strides 1, 2, 3 and so on.
     """
     if 0 in shape:
@@ -184,7 +185,7 @@ def _mark(mark: int, shape: Shape) -> mx.array:
 
 
 def _find_layout(array: mx.array, mark: int, shape: Shape) -> str | None:
-    """Return the layout that moves the axes of a marked array as ``sanitize`` did."""
+    """Return the layout that moves the axes as ``sanitize`` did, or None."""
     ones = {
         axis: array[tuple(int(axis == i) for i in range(array.ndim))].item()
         for axis, size in enumerate(array.shape)

@@ -28,9 +28,8 @@ class TorchRun:
         optimizer (Optimizer, optional): The MLX optimizer, with PyTorch's settings and
             state. With ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``. None
             if the checkpoint has no optimizer.
-        scaler (GradScaler, optional): The scaler, with PyTorch's state. With
-            ``loss_scaling`` it is the scaler of the ``LossScaleOptimizer``. Otherwise,
-            it is None if the checkpoint has no scaler.
+        scaler (GradScaler, optional): The scaler, with PyTorch's state. None if the
+            checkpoint has no scaler, unless ``loss_scaling`` creates a new one.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
         notes (list): Notes on differences between PyTorch and MLX, and on entries that
@@ -60,7 +59,7 @@ def load_torch(
             Accelerate or Transformers' Trainer.
         model (nn.Module): The model to load the weights into. Its names and shapes must
             match the checkpoint's, after conversion to MLX.
-        options (Options, optional): Settings that the checkpoint does not contain.
+        options (Options, optional): Settings that cannot be inferred from the files.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
             for ``mlx.optimizers``, to replace the checkpoint's rate. If PyTorch's
             parameter groups have different rates, pass a list with one rate per group.
@@ -75,7 +74,7 @@ def load_torch(
 
     Returns:
         TorchRun: The optimizer, the scaler and the template. The optimizer computes the
-        same updates as PyTorch's, except for rounding and ``options.accept``.
+        same updates as PyTorch's, except for rounding and accepted differences.
 
     Raises:
         ConvertError: If the checkpoint does not match the model or cannot be converted.
@@ -128,7 +127,7 @@ def _fill(
     template: Template,
     keep_rate: bool,
 ) -> None:
-    """Load the checkpoint's arrays, and drop them from the template."""
+    """Move a template's arrays to the model and the optimizer."""
     weights = template.weights()
     template.plan.change_model()
     names, rounded = None, []
@@ -147,7 +146,7 @@ def _fill(
 def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
-    """Load the state into a new optimizer; return the parameters that have state."""
+    """Load the saved state into an optimizer; return the trainable names."""
     flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
@@ -168,7 +167,7 @@ def _load_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Load weights in the model's dtypes; return the rounded ones without a master."""
+    """Load weights in the model's dtypes; list those cast without a master weight."""
     own = dict(tree_flatten(model.parameters()))
     cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
     infinite = [

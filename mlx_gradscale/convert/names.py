@@ -52,14 +52,15 @@ class Plan:
 
 
 def bare_name(name: str) -> str:
-    """Remove the words that wrappers insert into a name."""
+    """Remove the words that wrappers such as torch.compile insert into a name."""
     return _WRAPPERS.sub("", name)
 
 
 def from_peft(name: str) -> tuple[str, str]:
-    """Return mlx-lm's name and layout for a PEFT tensor; other names lose a prefix.
+    """Return mlx-lm's name and layout for a tensor with a name from PEFT.
 
-    PEFT stores A as (rank, in) and B as (out, rank). mlx-lm transposes both.
+    PEFT stores A as (rank, in) and B as (out, rank). mlx-lm transposes both. Tensors
+    that are not adapters lose PEFT's prefix and have the layout ``""`` (unknown).
     """
     name = name.removeprefix(_PEFT)
     found = _ADAPTER.fullmatch(name)
@@ -78,7 +79,7 @@ def is_adapter(names: Collection[str]) -> bool:
 def make_plan(
     tensors: Mapping[str, mx.array], model: nn.Module, options: Options | None = None
 ) -> Plan:
-    """Plan the conversion of a PyTorch state dict.
+    """Map a PyTorch state dict to the parameters of an MLX model.
 
     Names and layouts come from the model's ``sanitize`` method or from its layers:
     names inside an ``nn.Sequential`` get the prefix ``layers``, convolution weights
@@ -165,7 +166,7 @@ def _matches(pattern: str, names: Collection[str]) -> list[str]:
 def _given_layouts(
     patterns: Mapping[str, str], tensors: Mapping[str, mx.array]
 ) -> dict[str, str]:
-    """Return the layout that the user gave for each tensor."""
+    """Return the layouts that the user gave, by PyTorch name."""
     found: dict[str, str] = {}
     for pattern, layout in patterns.items():
         if layout not in AXES:
@@ -223,7 +224,7 @@ def _entry(
     layout: str,
     own: Mapping[str, Shape],
 ) -> Entry:
-    """Return the entry of a tensor, or raise if its shape does not match."""
+    """Return a tensor's entry; raise if its shape is wrong or its layout unknown."""
     layout = layout or target.layout
     entry = Entry(name, target.mlx, layout or "same")
     wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)

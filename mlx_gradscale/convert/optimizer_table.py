@@ -54,7 +54,7 @@ _MAXIMIZE = {
 _REFUSED_ADAM = _MAXIMIZE | {
     "amsgrad": "MLX does not track the largest second moment",
     "bias_correction": "PyTorch always corrects the bias, so the two differ "
-    "until its effect fades. For new MLX runs, pass bias_correction=True",
+    "in early steps. For new MLX runs, pass bias_correction=True",
 }
 _L2 = {"weight_decay": "MLX's version does not add weight_decay * w to the gradient"}
 _CAUTIOUS = "MLX's Lion has no cautious masking"
@@ -140,7 +140,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 def recognize(
     groups: Sequence[Settings], slots: Iterable[str], name: str | None = None
 ) -> str:
-    """Return the key of :data:`OPTIMIZERS` that a state dict belongs to.
+    """Return the optimizer, a key of ``OPTIMIZERS``, that a state dict belongs to.
 
     A state dict does not name the optimizer's class, so the class is inferred from the
     keys of the groups and the state. A ``name`` given by the user is checked.
@@ -194,7 +194,7 @@ def _adam_or_adamw(groups: Sequence[Settings]) -> str:
 
 
 def plain_setting(value: Any) -> Any:
-    """Return a setting with Python numbers, and tuples as lists."""
+    """Convert the arrays in a setting to Python numbers, and tuples to lists."""
     if isinstance(value, (list, tuple)):
         return [number(item) for item in value]
     return number(value)
@@ -210,7 +210,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Describe each unsupported setting that is on: a sentence -> its name."""
+    """Map a sentence about each unsupported setting that is on to its name."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)

@@ -1,4 +1,4 @@
-"""Convert optimizer state: PyTorch's parameter groups <-> MLX's flat tree.
+"""Convert optimizer state between PyTorch's parameter groups and MLX's flat tree.
 
 MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 ``<parameter>.<slot>``, each under ``states.<i>.`` for a ``MultiOptimizer``.
@@ -37,7 +37,7 @@ def plan_groups(
     accept: Collection[str],
     trainer_step: Any = None,
 ) -> list[str]:
-    """Set the parameters and steps of the groups, and return notes.
+    """Set the parameters, steps and prefixes of the groups, and return notes.
 
     ``names`` are the PyTorch names of all parameters, group by group. Differences
     between PyTorch and MLX raise an error unless they are in ``accept``.
@@ -104,7 +104,7 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
 
 
 def _set_prefixes(groups: Sequence[Group]) -> None:
-    """Make each group an optimizer if any differ in update rule, schedule or step."""
+    """Give each group its own MLX optimizer if update rules, rates or steps differ."""
     rules = []
     for group in groups:
         schedule = [number(group.settings.get(key)) for key in SCHEDULED]
@@ -117,7 +117,7 @@ def _set_prefixes(groups: Sequence[Group]) -> None:
 def to_mlx(
     groups: Sequence[Group], tensors: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
-    """Return the flat MLX state, with zeros for parameters without state."""
+    """Return the flat MLX optimizer state, with zeros where PyTorch has no state."""
     flat: dict[str, mx.array] = {}
     for group in groups:
         prefix, rate = group.prefix, number(group.settings["lr"])
@@ -152,7 +152,7 @@ def to_torch(
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
-            f"The MLX run has {len(settings)} optimizer(s), but the template needs "
+            f"The MLX run's optimizer count is {len(settings)}, but the template needs "
             f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
     found: dict[str, str] = {}
@@ -210,7 +210,7 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 def _torch_slots(
     group: Group, index: Index, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
-    """Return the slots to write, empty if PyTorch's slots are still correct."""
+    """Return the slots to write for a parameter, none if PyTorch's are still right."""
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
     prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]

@@ -1,4 +1,4 @@
-"""The ``Options`` of a conversion."""
+"""Options of the conversion between PyTorch and MLX."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from ..torch_checkpoint import Limits
 
 @dataclass(frozen=True)
 class Options:
-    """Settings that cannot be inferred from a checkpoint. All are optional.
+    """Settings of a conversion, for checkpoints that the defaults do not fit.
 
     Patterns are shell patterns (``features.*.weight``, ``*``) on PyTorch names.
 

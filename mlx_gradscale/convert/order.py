@@ -20,7 +20,7 @@ _MOST_WORK = 1_000_000
 
 
 class Order:
-    """Matches the parameters of a model's optimizers to the model's tensors."""
+    """Matches the optimizers' parameters, often known only by number, to tensors."""
 
     def __init__(
         self, groups: Sequence[Group], tensors: Mapping[str, Any], plan: Plan
@@ -57,12 +57,12 @@ class Order:
         return found, self._swap_notes(found, is_ordered)
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
-        """Return the possible parameters; a tied tensor is listed by its first name."""
+        """Return the names that may be parameters, with each tied tensor only once."""
         parameters = [n for n in names if n.rpartition(".")[2] not in _BUFFERS]
         return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
 
     def _match(self, given: Sequence[str], rename: Callable[[str], str]) -> list[str]:
-        """Match given names to tensors, ignoring the prefixes of wrappers."""
+        """Match the given names to tensors, ignoring the words that wrappers insert."""
 
         def plain(name: str) -> str:
             return from_peft(bare_name(rename(name)))[0]
@@ -84,7 +84,7 @@ class Order:
         return found
 
     def _mlx_order(self, model: nn.Module) -> list[str]:
-        """Return PyTorch's names in the order PyTorch would list the parameters.
+        """Return PyTorch's names in PyTorch's order, inferred from the MLX model.
 
         A module's own parameters come first, weight before bias, followed by those of
         its submodules in the order in which they were assigned.
@@ -112,7 +112,7 @@ class Order:
         return sorted(keys, key=keys.__getitem__) + rest
 
     def _deal(self, names: list[str]) -> list[str]:
-        """Assign the names to the groups, keeping the order of names within each group.
+        """Assign names to groups by shape, keeping their order within each group.
 
         Each key of ``placings`` counts the assigned parameters of every group. Its
         value is the number of assignments with these counts (2 means several), and one

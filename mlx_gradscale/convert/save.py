@@ -51,8 +51,7 @@ def save_torch(
             the states of the inner optimizer and the scaler are written. If omitted,
             the checkpoint is written without optimizer state.
         scaler (GradScaler, optional): The scaler. Default: the scaler of a
-            ``LossScaleOptimizer``; for any other optimizer, the template's scaler state
-            is kept.
+            ``LossScaleOptimizer``; otherwise, the template's scaler state is kept.
         like (Template or str): The template from :func:`load_torch`, a PyTorch
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
             counterpart are copied from it, so update entries such as
@@ -99,7 +98,7 @@ def save_torch(
 def read_template(
     like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> Template:
-    """Return a template; read it if ``like`` is a path."""
+    """Return ``like`` as a template; if it is a path, read the file or folder."""
     if not isinstance(like, Template):
         checkpoint, files, _ = read_torch(like, options.limits)
         if not is_template(checkpoint):
@@ -107,9 +106,9 @@ def read_template(
         like = from_object(checkpoint)
     if replace(options, accept=(), limits=None) != Options():
         raise ConvertError(
-            "The template already determines the other options. Pass only accept "
-            "(--accept) and limits (--limit), or pass the PyTorch checkpoint itself as "
-            "like=... (--like)."
+            "A template already determines all options except accept (--accept) and "
+            "limits (--limit). Omit the others, or pass the PyTorch checkpoint itself "
+            "as like=... (--like)."
         )
     return like
 
@@ -122,7 +121,7 @@ def write_template(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Write a template filled with a run's values; return notes and stale notes."""
+    """Write a template filled with a run; return notes, and notes on stale entries."""
     with unchanged(template.checkpoint):
         notes, stale = _fill(template, run, accept)
         if not dry_run:
@@ -136,7 +135,7 @@ def gather(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
 ) -> Checkpoint:
-    """Collect the values of a run in memory, as :func:`unwrap` does for a saved one."""
+    """Return a run in memory in the form that :func:`unwrap` gives to a saved one."""
     weights, state = dict(tree_flatten(model.parameters())), {}
     settings: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
@@ -159,7 +158,7 @@ def gather(
 def unwrap(saved: Checkpoint) -> Checkpoint:
     """Return a checkpoint with master weights in place of half-precision ones.
 
-    The state and settings are the inner optimizer's, and empty without an optimizer.
+    The state and settings are the inner optimizer's, or empty if there is none.
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
@@ -187,7 +186,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
 def _fill(
     template: Template, run: Checkpoint, accept: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Update a checkpoint with a run's values; return notes and stale entries."""
+    """Fill a template with a run; return notes, and notes on stale entries."""
     _fill_model(template, run.weights)
     notes = []
     sections, settings = template.sections, run.description["settings"]
@@ -205,15 +204,15 @@ def _fill(
         notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)
     elif settings:
         notes.append(
-            "The template has no optimizer state, or keys leave it out, so the state "
-            "of the MLX optimizer is not written."
+            "The MLX optimizer's state is not written: the template has no optimizer "
+            "state, or keys={'optimizer': ''} (--optimizer-key '') omits it."
         )
     if run.scaler and sections.scaler is not None:
         notes += _fill_scaler(get(template.checkpoint, sections.scaler), run.scaler)
     elif run.scaler:
         notes.append(
-            "The template has no scaler state, or keys leave it out, so the state of "
-            "the MLX scaler is not written."
+            "The MLX scaler's state is not written: the template has no scaler state, "
+            "or keys={'scaler': ''} (--scaler-key '') omits it."
         )
     for group in template.groups:
         flatten(group.held)
@@ -303,7 +302,7 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
 
 
 def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
-    """Return a note on entries that are stale after steps in MLX."""
+    """Return a note if entries of the template may be stale after steps in MLX."""
     then, now = max(old, default=0), max(new, default=0)
     if not old or not new or then == now:
         return []

@@ -44,7 +44,7 @@ _DEEPEST = 4
 
 @dataclass
 class Sections:
-    """The paths of the model, its optimizers and the scaler, and notes."""
+    """The paths of a checkpoint's model, optimizers and scaler, and notes on others."""
 
     model: Path
     optimizers: list[Path]
@@ -58,7 +58,7 @@ class Sections:
 
 
 def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
-    """Find the sections of a checkpoint by their contents, or by the user's keys."""
+    """Find the model, optimizers and scaler by content, or by the user's keys."""
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
     for name, text in keys.items():
@@ -78,8 +78,8 @@ def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
         raise ConvertError(
             f"{show(loose[0]) or 'The file'} looks like an optimizer state, but is not "
             "a state_dict() with state and param_groups. Save optimizer.state_dict() "
-            "in PyTorch, or leave it out with keys={'optimizer': ''} (--optimizer-key "
-            "''); it is then written back to PyTorch unchanged."
+            "in PyTorch, or pass keys={'optimizer': ''} (--optimizer-key '') to keep "
+            "the entry unchanged without converting it."
         )
     others = [path for path in there["model"] if path != model] + loose
     shown = [*map(show, others), *_masters(checkpoint, model)]
@@ -94,7 +94,7 @@ def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
 
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
-    """Return the paths of everything that looks like a section, by kind."""
+    """Return the paths of all dicts that look like sections, by kind of section."""
     kinds = ("optimizer", "scaler", "moments", "model", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     seen: set[int] = set()
@@ -112,7 +112,7 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
 
 
 def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
-    """Return the kind of a dict, a key of :func:`_candidates`, or None."""
+    """Return the kind of section that a dict looks like, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
     if _is_scaler(path, value):
@@ -210,7 +210,7 @@ def _whole_module(value: Any) -> str | None:
 
 
 def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
-    """Return the paths of float32 copies of a half-precision model."""
+    """Return paths named like float32 copies of weights, for a half-precision model."""
     found: dict[str, None] = {}
     dtypes = [dtype_name(x) for x in get(checkpoint, model).values() if is_tensor(x)]
     is_half = "float16" in dtypes or "bfloat16" in dtypes

@@ -49,7 +49,7 @@ _SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 
 @dataclass
 class Template:
-    """A PyTorch checkpoint and the locations of MLX's arrays in it.
+    """A PyTorch checkpoint, and where each array of the MLX run belongs in it.
 
     ``template["epoch"] = 4`` sets an entry of the checkpoint.
 
@@ -120,7 +120,7 @@ class Template:
                     group.drop_tensors(index)
 
     def entries_beside(self) -> dict[str, Any]:
-        """Return the entries that MLX does not use, by path."""
+        """Return the entries outside the model, optimizers and scaler, by path."""
         model, paths = self.sections.model, self.sections.paths()
         used = {id(get(self.checkpoint, path)) for path in paths}
         # At the top level, the model's tensors are mixed with other entries.
@@ -138,7 +138,7 @@ class Template:
         }
 
     def old_entries(self) -> dict[str, Any]:
-        """Return unchanged entries that MLX does not use and that may count steps."""
+        """Return unchanged entries of :meth:`entries_beside` that may count steps."""
         return {
             path: value
             for path, value in self.entries_beside().items()
@@ -157,7 +157,7 @@ def make_template(
     options: Options,
     files: dict[str, mx.array] | None = None,
 ) -> tuple[Template, list[str]]:
-    """Find the sections of a checkpoint and map them to MLX; also return notes."""
+    """Make a template that maps a checkpoint to MLX; return it and a list of notes."""
     if is_template(checkpoint):
         raise ConvertError(
             "This file is a template. Pass the original PyTorch checkpoint."
@@ -226,7 +226,7 @@ def to_object(template: Template) -> dict[str, Any]:
 
 
 def is_template(value: Any) -> bool:
-    """Return whether an object was made by :func:`to_object`."""
+    """Return whether an object is the result of :func:`to_object`."""
     return isinstance(value, dict) and _VERSION in value
 
 
@@ -254,7 +254,7 @@ def from_object(value: Mapping[str, Any]) -> Template:
     except Exception as error:  # damage may raise anything
         raise ConvertError(
             f"The template is damaged ({type(error).__name__}: {str(error)[:80]}). "
-            "Pass the original PyTorch checkpoint with like=... (--like)."
+            "Convert the PyTorch checkpoint again, or pass it as like=... (--like)."
         ) from error
 
 

@@ -26,7 +26,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Convert a one-element array or a numpy scalar to a Python number."""
+    """Convert a one-element array or a numpy scalar to a number; keep other values."""
     if isinstance(value, mx.array):
         return value.item() if value.size == 1 else value
     return plain_value(value)
@@ -76,7 +76,7 @@ def show(path: Path) -> str:
 
 
 def find_key(tree: Any, key: str) -> Path:
-    """Return the path that a user wrote as ``KEY/KEY``."""
+    """Return the path that a user wrote as ``KEY/KEY``, or raise if it is missing."""
     path: Path = ()
     for word in key.split("/"):
         is_list = isinstance(tree, (list, tuple))
@@ -114,7 +114,7 @@ def unchanged(tree: Any) -> Iterator[None]:
 
 
 def match_type(value: Any, old: Any) -> Any:
-    """Convert a new value to the type of the old one: a tensor, a tuple or a number."""
+    """Convert a new value to the type of the old tensor, tuple or number."""
     if is_tensor(old):
         dtype = getattr(mx, text.dtype_name(old), None)
         if not isinstance(value, mx.array):

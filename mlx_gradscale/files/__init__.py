@@ -1,1 +1,1 @@
-"""Atomic file writes, bounded file reads, and human-readable text."""
+"""Atomic file writes, bounded reads of untrusted files, and text formatting."""

@@ -1,7 +1,7 @@
 """Read and write safetensors files without MLX's reader and writer.
 
-MLX's reader does not check that shapes match the data (products that wrap around 2**64
-cause a segmentation fault) or that tensors do not overlap. Its writer does not support
+MLX's reader does not check that shapes match the data (a size that overflows 64 bits
+causes a segmentation fault) or that tensors do not overlap. Its writer does not support
 float64 arrays.
 """
 
@@ -46,15 +46,15 @@ _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 def read_arrays(
     path: str | os.PathLike[str], opener: Callable[[str, int], int] = open_file
 ) -> dict[str, mx.array]:
-    """Read the arrays in a safetensors file, without its metadata.
+    """Read the arrays of a safetensors file; the metadata is ignored.
 
     Raises:
-        ValueError: If the file is not a valid safetensors file.
+        ValueError: If the file is invalid or has an unsupported dtype.
     """
     with open(path, "rb", opener=opener) as file:
         arrays = {}
         for name, (dtype, shape) in _read_header(file).items():
-            # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
+            # Use integers as wide as the elements: an axis of 2**31 bytes is too long.
             data = np.fromfile(file, f"u{dtype.size}", math.prod(shape))
             arrays[name] = mx.array(data).view(dtype, stream=mx.cpu).reshape(shape)
             mx.eval(arrays[name])
@@ -65,7 +65,7 @@ def read_shapes(path: str | os.PathLike[str]) -> dict[str, Shape]:
     """Return the dtype and shape of each array in a safetensors file.
 
     Raises:
-        ValueError: If the file is not a valid safetensors file.
+        ValueError: If the file is invalid or has an unsupported dtype.
     """
     with open(path, "rb", opener=open_file) as file:
         return _read_header(file)
@@ -76,7 +76,7 @@ def write_arrays(
     arrays: Mapping[str, mx.array],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file atomically."""
+    """Write arrays and metadata to a safetensors file, atomically."""
     if "__metadata__" in arrays:
         raise ValueError(
             "A safetensors file cannot contain an array named '__metadata__'. Rename "
@@ -109,7 +109,7 @@ def _bytes_of(x: mx.array) -> memoryview:
 
 
 def _read_header(file: BinaryIO) -> dict[str, Shape]:
-    """Return the dtypes and shapes in file order."""
+    """Return the dtype and shape of each array, in the order of the data, or raise."""
     try:
         size = os.fstat(file.fileno()).st_size - _LENGTH.size
         length = _LENGTH.unpack(file.read(_LENGTH.size))[0]
@@ -120,7 +120,7 @@ def _read_header(file: BinaryIO) -> dict[str, Shape]:
         for name, entry in sorted(header.items(), key=lambda x: x[1]["data_offsets"]):
             dtype: Any = DTYPES.get(entry["dtype"])
             shape = tuple(entry["shape"])
-            # MLX stores dimensions in 32 bits; Python's integers do not overflow.
+            # Dimensions are int32 in MLX. Python's integers do not overflow in prod().
             is_shape = len(shape) <= 32 and all(
                 type(n) is int and 0 <= n < 2**31 for n in shape
             )
@@ -135,5 +135,5 @@ def _read_header(file: BinaryIO) -> dict[str, Shape]:
         return found
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        text = f"{os.fspath(file.name)} is not a valid safetensors file: {kind}{error}"
+        text = f"{os.fspath(file.name)} cannot be read as safetensors: {kind}{error}"
         raise ValueError(text) from error

@@ -1,9 +1,9 @@
 """Write files and folders atomically, and clean up after killed writers.
 
-A writer creates a hidden folder next to its target, and finally renames the folder, or
-the file in it, to the target. Meanwhile, it holds a shared lock on the parent folder,
-which the system releases if the process is killed. A writer that gets an exclusive lock
-is the only one, so any hidden folders were left by killed writers.
+A writer fills a hidden folder next to the target, then renames this folder, or the file
+in it, to the target. Meanwhile, it holds a shared lock on the parent folder; the system
+releases the lock if the process is killed. A writer that gets an exclusive lock is the
+only one, so it removes all hidden folders: killed writers left them.
 """
 
 import fcntl
@@ -39,10 +39,10 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Open a temporary folder that replaces ``path`` at the end of the block.
+    """Create a temporary folder that replaces ``path`` at the end of the block.
 
-    A folder cannot replace another in one rename, so the old one is first renamed to
-    ``NAME.old-...`` and removed at the end. Both are complete while they exist.
+    A rename cannot replace a folder that has contents, so the old folder is first
+    renamed to ``NAME.old-...``, then removed. An incomplete folder is never visible.
     """
     target = Path(os.path.realpath(path))
     is_used = target.exists() and any(target.iterdir())
@@ -60,10 +60,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Make a hidden folder in ``parent``, and remove it unless it was renamed."""
+    """Create a hidden folder; remove it after the block unless it was renamed."""
     descriptor, folder = os.open(parent, os.O_RDONLY), _hidden_path(parent)
     try:
-        with suppress(OSError):  # there are other writers
+        with suppress(OSError):  # another writer holds the lock
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for leftover in filter(Path.is_dir, parent.glob(_HIDDEN)):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -77,7 +77,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Hide a folder before removing it, so that a partial one is never visible."""
+    """Remove a folder, hiding it first so that it is never visible half-removed."""
     hidden = _hidden_path(folder.parent)
     with suppress(FileNotFoundError):  # another writer has removed it
         folder.rename(hidden)

@@ -14,18 +14,18 @@ LONGEST_JSON = 2**24
 def open_file(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file for ``open(..., opener=open_file)``; raise unless it is regular.
 
-    Opening a pipe could block forever, and opening a device could have effects.
+    Opening a pipe could block forever, and opening a device could have side effects.
     """
     _check_regular(path)
     return os.open(path, flags)
 
 
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file; refuse symbolic links, which could point anywhere."""
+    """Open a file like ``open_file``, but refuse symbolic links."""
     if os.path.islink(path):
         raise OSError(
-            f"{os.fspath(path)} is a symbolic link, which could point anywhere. "
-            "Replace the link with a copy of the file."
+            f"{os.fspath(path)} is a symbolic link, which is not followed because it "
+            "could point anywhere. Replace the link with a copy of the file."
         )
     return open_file(path, flags | os.O_NOFOLLOW)
 
@@ -39,7 +39,7 @@ def _check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Raise if a path exists and a file must not replace it."""
+    """Raise if ``path`` exists, unless ``overwrite`` is True and it is a file."""
     if not os.path.exists(path):
         return
     _check_regular(path)

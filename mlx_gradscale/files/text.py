@@ -7,7 +7,7 @@ import mlx.core as mx
 
 
 def printable(value: object) -> str:
-    """Escape characters that could move a terminal's cursor or hide other text."""
+    """Convert a value to text, escaping characters that could control a terminal."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode()
         for c in str(value)
@@ -21,16 +21,16 @@ def shorten(value: object, width: int = 80) -> str:
 
 
 def list_some(names: Iterable[str], count: int = 4) -> str:
-    """Return the first few names as text, and the number of remaining ones."""
+    """Join up to ``count`` names with commas, and add the number of any others."""
     names = [*names]
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(map(shorten, names[:count])) + more
 
 
 def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """Return ``rows`` as lines, with the first ``left`` columns left-aligned.
+    """Format rows as a table whose first ``left`` columns are left-aligned.
 
-    Each cell is shortened to 200 printable characters.
+    Each cell is shortened to at most 200 printable characters.
     """
     cells = [[shorten(str(cell), 200) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -55,7 +55,7 @@ def power(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a fraction as a percentage, with 0 only for an exact zero."""
+    """Format a fraction as a percentage; ``0`` means exactly zero."""
     if share == 0:
         return "0"
     return "<0.01%" if share < 1e-4 else f"{share:.2%}"

@@ -15,7 +15,7 @@ def encode(tree: Any, arrays: dict[str, mx.array], path: tuple[str, ...] = ()) -
     """Convert a tree to JSON values, and add its arrays to ``arrays`` by path.
 
     Raises:
-        TypeError: If a value has a type that JSON and ``decode`` would not preserve.
+        TypeError: If a value has an unsupported type.
         ValueError: If the tree is nested too deeply.
 
     Example:

@@ -1,14 +1,14 @@
 """Read and write PyTorch's ``.pt`` files without PyTorch.
 
 ``load`` returns the object in a file with an ``mx.array`` for every tensor, ``shapes``
-returns the same object without reading tensors, and ``save`` writes files that
+returns it with only the shape and dtype of every tensor, and ``save`` writes files that
 ``torch.load`` reads. Nothing in a file is ever executed: objects of unknown classes
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. With the default ``Limits``,
 a file takes at most about 30 s, and 1 GB beyond the tensors that it actually contains.
 The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
-read; ``--limit`` raises it. Checksums are verified; pipes and devices are refused.
+read; ``--limit`` sets it. Checksums are verified; pipes and devices are refused.
 
 Sparse and nested tensors become a ``Placeholder`` that holds their dense parts. Not
 supported: quantized tensors, DTensors, TorchScript archives,

@@ -1,4 +1,4 @@
-"""Checkpoint values that have no Python or MLX type.
+"""Types for checkpoint values that Python's and MLX's types cannot represent.
 
 A pickle describes how to create an object: a name, arguments and a state. A
 ``Placeholder`` stores this description as data; nothing is imported or called. The
@@ -22,13 +22,13 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 @dataclass(eq=False, repr=False, slots=True)
 class Placeholder:
-    """A class, function or object known only to the program that wrote the file.
+    """A class, function or object in a file, stored as data and never executed.
 
     Attributes:
         module (str): The module of the class or function.
         name (str): Its name in the module.
         args (tuple or None): The arguments of the call; None for a bare name.
-        callee (Placeholder or None): The class or function called.
+        callee (Placeholder or None): The class or function called, or None.
         opcode (bytes): The pickle instruction that makes the call.
         edits (list): Later instructions that change the object, with their values.
 
@@ -52,12 +52,12 @@ class Placeholder:
 
     @property
     def path(self) -> str:
-        """The qualified name, as in code."""
+        """The qualified name, such as ``torch.float16``."""
         return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
 
     @property
     def state(self) -> Any:
-        """The state that sets the object's attributes: usually a dict, or None."""
+        """The state that sets the object's attributes, usually a dict, or None."""
         # Python writes the state last.
         opcode, values = self.edits[-1] if self.edits else (b"", [])
         return values[0] if opcode == b"b" else None
@@ -123,7 +123,7 @@ class TorchTensor(mx.array):
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor without its data, as a leaf of ``shapes`` and of templates.
+    """The shape, dtype and flags of a tensor, in templates and results of ``shapes``.
 
     Args:
         shape (tuple): The shape.
@@ -156,7 +156,7 @@ def dtype_name(array: Any) -> str:
 
 
 def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    """Return an array or a ``TensorShape`` with these flags."""
+    """Return a tensor or ``TensorShape`` with these flags, as is if both are False."""
     if not requires_grad and not is_parameter:
         return tensor
     if isinstance(tensor, TensorShape):
@@ -165,9 +165,9 @@ def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a ``Namespace`` as a dict, and a numpy scalar as a Python number.
+    """Convert the placeholder of a namespace or a numpy scalar to a dict or a number.
 
-    Everything else is returned unchanged.
+    All other values are returned unchanged.
 
     Example:
 

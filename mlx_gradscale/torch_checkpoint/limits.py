@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 class CheckpointError(ValueError):
-    """The file is damaged, hostile, or not a readable PyTorch checkpoint.
+    """Raised if a file is damaged, hostile or unsupported, or an object is too deep.
 
     File system errors (a missing file, no permission) raise an ``OSError`` instead.
     """
@@ -24,17 +24,17 @@ class Limits:
             counts as one, and each value in the result as eight each time it appears.
             The size of the pickle (one operation per 8 bytes), objects, copies and hash
             collisions count as well. An operation takes about 1 microsecond and at most
-            100 bytes; a tensor takes about 110 operations. Default: ``10_000_000``.
+            100 bytes of memory; a tensor costs about 110. Default: ``10_000_000``.
         tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
-            four times the size of the files. Only views that repeat elements come
-            close to this limit. Default: ``2**29``.
+            four times the size of the files. Only a file with many overlapping views,
+            or views that repeat elements, can exceed this. Default: ``2**29``.
     """
 
     operations: int = 10_000_000
     tensor_bytes: int = 2**29
 
     def spend(self, operations: int) -> None:
-        """Deduct the cost of work before doing it, or raise if too little is left."""
+        """Deduct the cost of work that follows; raise if it exceeds the limit."""
         self.operations -= operations
         check(
             self.operations >= 0,
@@ -43,7 +43,7 @@ class Limits:
         )
 
     def spend_bytes(self, tensor_bytes: int) -> None:
-        """Deduct tensor memory, or raise. Each file first adds four times its size."""
+        """Deduct the size of a tensor, or raise; a negative size adds to the limit."""
         self.tensor_bytes -= tensor_bytes
         check(
             self.tensor_bytes >= 0,

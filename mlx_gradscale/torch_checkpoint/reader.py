@@ -41,15 +41,15 @@ def load(
         limits (Limits, optional): Limits on the memory and work of reading.
         float64 (Dtype, optional): The dtype to convert float64 tensors to. MLX supports
             float64 only on the CPU, so such tensors are an error by default.
-            ``mx.float32`` rounds them, and ``mx.float64`` keeps them. complex128 is
-            always an error.
+            ``mx.float32`` rounds them, and ``mx.float64`` keeps them. complex128
+            tensors are always an error.
 
     Returns:
         The object in the file.
 
     Raises:
-        CheckpointError: The file is damaged, hostile or unsupported.
-        OSError: The file cannot be opened.
+        CheckpointError: If the file is damaged, hostile or unsupported.
+        OSError: If the file cannot be opened.
 
     Example:
 
@@ -183,7 +183,7 @@ def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]
 
 
 def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
-    """Return the location of a record, or raise unless it is uncompressed and whole."""
+    """Return the location of a zip record; raise if it is compressed or damaged."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
     check(

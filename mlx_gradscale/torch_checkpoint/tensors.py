@@ -1,4 +1,4 @@
-"""Storages, and the tensors that view them."""
+"""Read the storages in a checkpoint, and build the tensors that view them."""
 
 import os
 import zlib
@@ -45,18 +45,18 @@ def _mlx_dtype(name: str) -> mx.Dtype | None:
 
 
 def _item_size(name: str) -> int:
-    """Return the item size of a dtype, or 1 for dtypes whose data is never read."""
+    """Return the bytes per element of a dtype, or 1 if it is not in ``DTYPES``."""
     dtype = _mlx_dtype(name)
     return dtype.size if dtype else 16 if name == "complex128" else 1
 
 
 def bytes_of(array: Any) -> np.ndarray[Any, Any]:
-    """Return the memory of an evaluated, row-contiguous array as bytes."""
+    """Return a uint8 view of the memory of an evaluated, row-contiguous array."""
     return np.asarray(memoryview(array)).reshape(-1).view(np.uint8)
 
 
 class Record(NamedTuple):
-    """The location of a storage in a file, and its CRC-32 if the file gives one."""
+    """The location of a block of data in a file, and its CRC-32 if the file has one."""
 
     start: int
     nbytes: int
@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """A storage as described in a pickle; ``numel`` counts bytes if it is untyped."""
+    """A storage as described in a pickle; without a dtype, ``numel`` counts bytes."""
 
     key: str
     dtype: str | None
@@ -83,7 +83,7 @@ class TensorReader:
         data (memoryview): The contents of the file.
         descriptor (int or None): The descriptor of the file, if there is one.
         limits (Limits): Limits on the memory and work of reading.
-        float64 (Dtype or None): The dtype to convert float64 to.
+        float64 (Dtype or None): The dtype to convert float64 to. None raises an error.
         only_shapes (bool): Whether to build shapes instead of arrays.
     """
 
@@ -138,7 +138,7 @@ class TensorReader:
         _hooks: Any = None,
         *rest: Any,
     ) -> Any:
-        """Check a view of a storage and return it as an array, or only its shape.
+        """Check a view of a storage, and return it as an array or a ``TensorShape``.
 
         The arguments are those of PyTorch's ``_rebuild_tensor_v2``, or of ``_v3``,
         which has a dtype before the metadata.
@@ -163,7 +163,7 @@ class TensorReader:
         return flag(self._tensors[view], requires_grad, False)
 
     def _view(self, storage: Storage, name: str, *view: Any) -> mx.array:
-        """Return a view of a storage whose data ``read`` fills in later."""
+        """Return a view of a storage; ``read`` fills in the storage's data later."""
         start, shape, strides = view
         dtype = target = _mlx_dtype(name)
         problem = "MLX does not support. Convert the tensor in PyTorch and save again."
@@ -197,9 +197,9 @@ class TensorReader:
             return mx.as_strided(values, shape, strides, start)
 
     def read(self, find: Callable[[str], Record]) -> None:
-        """Read the tensors' data from the records that ``find`` returns for storages.
+        """Fill in the data of all tensors, unless only shapes are needed.
 
-        If only shapes are needed, nothing is read.
+        ``find`` returns the location of a storage, given its key.
         """
         if self._only_shapes:
             return
@@ -219,7 +219,7 @@ class TensorReader:
         mx.eval(list(self._tensors.values()))
 
     def _copy(self, copies: list[tuple[mx.array, Record, bool]]) -> None:
-        """Read storages into their arrays, and check them."""
+        """Read storages into their arrays, and verify checksums and bool values."""
         for bits, record, is_bool in copies:
             target, found = bytes_of(bits), 0
             for at in range(0, record.nbytes, _PIECE):
@@ -243,7 +243,7 @@ def is_count(value: Any) -> bool:
 
 
 def check_sum(found: int, expected: int | None) -> None:
-    """Raise unless a record has the CRC-32 that the file gives, if it gives one."""
+    """Raise if a CRC-32 differs from ``expected``, which is None if it is unknown."""
     check(
         expected is None or found == expected,
         "The file is damaged: the checksum of a record is wrong. Copy it again.",
@@ -251,7 +251,7 @@ def check_sum(found: int, expected: int | None) -> None:
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row-major strides. PyTorch counts an empty dimension as 1."""
+    """Return row-major strides in elements; PyTorch counts an empty axis as 1."""
     return tuple(prod(n or 1 for n in shape[i:]) for i in range(1, len(shape) + 1))
 
 

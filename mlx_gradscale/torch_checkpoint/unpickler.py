@@ -1,9 +1,9 @@
 """A restricted pickle interpreter for plain values, tensors and placeholders.
 
 It executes the instructions used by PyTorch's pickles (protocols 2 to 5) and raises
-``CheckpointError`` for all others. The standard library's disassembler decodes their
-arguments; Python's unpickler is not used, and nothing is imported or looked up. The
-only functions called are those in ``BUILDERS``; any other call is recorded in a
+``CheckpointError`` for all others. The standard library's disassembler decodes the
+arguments of instructions; Python's unpickler is not used, and nothing is imported. A
+pickle can call only the functions in ``BUILDERS``; any other call is recorded in a
 ``Placeholder`` instead of being executed.
 """
 
@@ -65,7 +65,7 @@ class Unpickler:
         self._names: dict[str, Any] = {}
 
     def read(self) -> Any:
-        """Execute the instructions to the end and return the object."""
+        """Interpret the instructions of the pickle and return its object."""
         stream, limits, start = self._stream, self._limits, self._stream.tell()
         try:
             while (code := stream.read(1)) != b".":
@@ -95,7 +95,7 @@ class Unpickler:
             raise CheckpointError(f"{where}: {problem}") from None
 
     def _last_key(self) -> str:
-        """Return the last string on the stack, usually the key of a damaged value."""
+        """Describe the last string on the stack, usually the key of a bad value."""
         for stack in (self._stack, *self._outer[:-4:-1]):
             if stack and type(stack[-1]) is str:
                 return f", near {stack[-1][:80]!a}"
@@ -168,7 +168,7 @@ class Unpickler:
         return target
 
     def _pay_for_key(self, target: Any, key: Any) -> None:
-        """Pay for adding a key to a dict or set.
+        """Deduct the cost of adding a key to a dict or set.
 
         A file can choose numbers and tuples whose hashes collide: adding n of them
         takes n * n steps. Hashes of text are random, so only long text costs more.
@@ -184,7 +184,7 @@ class Unpickler:
         self._limits.spend(cost)
 
     def _name(self, module: Any, name: Any) -> None:
-        """Push the placeholder for a name."""
+        """Push the placeholder for a class or function that the pickle names."""
         check(type(module) is type(name) is str, "a name in the pickle is not text.")
         # Like a class in Python, each name is one object.
         key = f"{module}\n{name}"
@@ -202,7 +202,7 @@ class Unpickler:
         self._push(self._tensors.storage(*self._pop(1)))
 
     def _call(self, opcode: bytes) -> None:
-        """Build the object that a call returns, or a placeholder for it."""
+        """Push the result of a call to one of ``BUILDERS``, or a placeholder."""
         callee, args = self._pop(2)
         check(
             type(callee) is Placeholder and type(args) is tuple,
@@ -248,7 +248,7 @@ def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -
 def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
     is_shape = len(shape) <= 64 and all(map(is_count, shape))
     is_shape = is_shape and re.fullmatch(r"\w{1,40}", dtype) is not None
-    check(is_shape, "a TensorShape has an invalid shape or dtype.")
+    check(is_shape, "a TensorShape has an invalid shape or dtype. Save the file again.")
     return TensorShape(shape, dtype, *flags)
 
 
@@ -303,7 +303,7 @@ BUILDERS: dict[str, tuple[Any, ...]] = {
 def _read_names(stream: IO[bytes]) -> tuple[str, str]:
     lines = stream.readline(1000), stream.readline(1000)
     is_ended = all(line.endswith(b"\n") for line in lines)
-    check(is_ended, "a name in the pickle does not end.")
+    check(is_ended, "a name in the pickle does not end. Copy the file again.")
     module, name = (line[:-1].decode("utf-8", "surrogatepass") for line in lines)
     return module, name
 
@@ -363,7 +363,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_key(key: Any) -> tuple[Any, ...]:
-    """Return the parts of a key; raise unless it is a plain value or a flat tuple."""
+    """Return the parts of a dict key; raise unless they are all plain values."""
     parts = key if type(key) is tuple and len(key) <= 64 else (key,)
     check(
         all(type(part) in _KEYS for part in parts),
@@ -376,10 +376,10 @@ def _check_key(key: Any) -> tuple[Any, ...]:
 def check_tree(
     root: Any, limits: Limits, unknown: type[Exception] = CheckpointError
 ) -> None:
-    """Raise if an object is too deep, too large when expanded, or contains itself.
+    """Raise unless ``load`` and ``save`` support an object's types, depth and size.
 
-    Only placeholders may form cycles. Code that walks the object later does not need
-    these checks. ``unknown`` is the exception for values of unsupported types.
+    Shared values count each time they appear, and only placeholders may form cycles, so
+    code that walks the object later is safe. ``unknown`` is raised for bad types.
     """
     too_deep = f"containers are nested over {_MAX_DEPTH} deep, or one contains itself."
     # Placeholders are visited last, each only once.

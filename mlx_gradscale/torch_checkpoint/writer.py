@@ -31,11 +31,11 @@ _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mar
 
 
 def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
-    """Write a ``.pt`` file with the layout and pickle of ``torch.save``.
+    """Write an object to a ``.pt`` file in the format of ``torch.save``.
 
-    ``torch.load(weights_only=True)`` reads it if the object is plain. Arrays become
-    CPU tensors, and an array that appears twice is stored once. Results of ``load`` are
-    written back unchanged. Only this library reads objects with ``TensorShape`` leaves.
+    ``torch.load`` reads the file; types that PyTorch does not consider safe need
+    ``weights_only=False``. Arrays become CPU tensors, and an array that appears twice
+    is stored once. Only this library reads objects with ``TensorShape`` leaves.
 
     Args:
         file (str, PathLike or file): A path, where the new file atomically replaces an
@@ -45,8 +45,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
             and ``shapes``.
 
     Raises:
-        TypeError: ``obj`` contains a value of another type. The message says where.
-        CheckpointError: ``obj`` contains itself or is too deep for ``load``.
+        TypeError: If ``obj`` contains a value of another type. The message says where.
+        CheckpointError: If ``obj`` contains itself or is too deep for ``load``.
 
     Example:
 
@@ -82,7 +82,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 @contextmanager
 def _replace(path: Path) -> Iterator[BinaryIO]:
-    """Replace a file atomically once the new one is on disk."""
+    """Open a temporary file that replaces ``path`` at the end of the block."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(8)}.tmp")
     try:
@@ -153,7 +153,7 @@ _PythonPickler: Any = pickle._Pickler
 class _Pickler(_PythonPickler):  # type: ignore[misc]
     """Python's pickler, with names in place of PyTorch's functions and classes.
 
-    Like ``torch.save``, it uses protocol 2, so equal objects give identical bytes.
+    Like ``torch.save``, it uses protocol 2, to write the same pickle if possible.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -162,11 +162,11 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self._names: dict[tuple[str, str], _Name] = {}
 
     def _name(self, module: str, name: str) -> _Name:
-        """Return one object per name, so that each name is written once."""
+        """Return the same object for equal names, so that each name is written once."""
         return self._names.setdefault((module, name), _Name(module, name))
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return PyTorch's description of a storage."""
+        """Return PyTorch's description of a storage, or None for other objects."""
         if type(obj) is not Storage:
             return None
         kind = _CLASSES.get(obj.dtype or "", UNTYPED[0])
@@ -174,7 +174,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         return "storage", name, obj.key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the call that rebuilds an object, as ``__reduce__`` does."""
+        """Return the call to rebuild an object, or NotImplemented for the usual one."""
         kind = type(obj)
         if kind is TensorShape:
             return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
