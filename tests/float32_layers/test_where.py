@@ -75,7 +75,7 @@ REFUSED = {
     "never called": ("shelf", ValueError, r"does not define __call__.*shelf\.\*"),
     "chain": ("norm to haed", ValueError, "mean head"),
     "only the loss": (" to the loss to norm", ValueError, "no module 'the loss'"),
-    "predicate": (lambda path, module: False, ValueError, "True for none of"),
+    "predicate": (lambda path, module: False, ValueError, "did not select any"),
     "none": (None, TypeError, "where must be"),
     "class": (nn.Linear, TypeError, "where must be"),
     "module": (nn.Linear(2, 2), ValueError, "no module 'weight'"),
