@@ -166,7 +166,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    """Convert to the path that does not exist yet, or in the direction of ``--to``."""
+    """Convert to the path that does not exist yet, or as ``--to`` says."""
     torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
     sides = {"mlx": torch_path.exists(), "torch": mlx_path.exists()}
     if arguments.to is None and sides["mlx"] == sides["torch"]:

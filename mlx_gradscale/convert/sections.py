@@ -1,4 +1,4 @@
-"""Find the model, its optimizers and the scaler in a checkpoint of any structure."""
+"""Find the model, the optimizers and the scaler, at most four levels deep."""
 
 import re
 from collections.abc import Mapping

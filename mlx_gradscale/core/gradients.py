@@ -418,5 +418,5 @@ def refuse_scaled(loss_fn: Any) -> None:
 
 
 def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must treat ``x``, such as a model, as a leaf."""
+    """Return whether ``tree_map`` must treat ``x`` (a model, say) as a leaf."""
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

@@ -2,8 +2,8 @@
 
 A writer fills a hidden folder next to the target, then renames this folder, or the file
 in it, to the target. Meanwhile, it holds a shared lock on the parent folder; the system
-releases the lock if the process is killed. A writer that gets an exclusive lock is the
-only one, so it removes all hidden folders: killed writers left them.
+releases the lock if the process is killed. If a writer can get an exclusive lock, no
+other one is active, and it removes all hidden folders as leftovers.
 """
 
 import fcntl
