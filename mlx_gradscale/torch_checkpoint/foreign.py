@@ -123,7 +123,7 @@ class TorchTensor(mx.array):
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The shape, dtype and flags of a tensor, in templates and results of ``shapes``.
+    """A tensor's shape, dtype and flags, which replace it in templates and ``shapes``.
 
     Args:
         shape (tuple): The shape.
