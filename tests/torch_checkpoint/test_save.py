@@ -256,6 +256,17 @@ def test_saved_file_has_the_mode_of_a_new_file(tmp_path):
     assert mode == stat.S_IMODE(plain.stat().st_mode)
 
 
+def test_pipes_and_folders_are_not_replaced(tmp_path):
+    # Not /dev/null: if the check is missing, root would replace the system's device.
+    os.mkfifo(tmp_path / "pipe.pt")
+    (tmp_path / "link.pt").symlink_to("pipe.pt")
+    for path in (tmp_path / "pipe.pt", tmp_path / "link.pt", tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"):
+            torch_checkpoint.save(path, {})
+    assert stat.S_ISFIFO((tmp_path / "pipe.pt").stat().st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link.pt", "pipe.pt"]
+
+
 def test_saving_through_a_link_replaces_the_linked_file(tmp_path):
     path, link = tmp_path / "run.pt", tmp_path / "latest.pt"
     link.symlink_to(path)
