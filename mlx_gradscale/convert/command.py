@@ -24,6 +24,7 @@ from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
 from .options import Options
 from .save import read_template, unwrap, write_template
+from .sections import SECTIONS
 from .template import TEMPLATE, Template, to_object
 from .tree import ConvertError, list_some
 
@@ -34,7 +35,6 @@ _EXPECTED = (
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
 # Argument names in the reader's errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
-_SECTIONS = ("model", "optimizer", "scaler")
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt or .safetensors file, or a checkpoint "
     "folder of Accelerate or Transformers' Trainer",
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         ("--limit", "NAME=NUMBER", str),
     ):
         add(flag, action="append", default=[], metavar=form, type=kind)
-    for name in _SECTIONS:
+    for name in SECTIONS:
         text = f"key of the {name} in the checkpoint"
         text += "" if name == "model" else "; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
@@ -150,7 +150,7 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
+    keys = {name: getattr(arguments, f"{name}_key") for name in SECTIONS}
     keys = {name: key for name, key in keys.items() if key is not None}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
