@@ -26,7 +26,7 @@ from .options import Options
 from .save import read_template, unwrap, write_template
 from .sections import SECTIONS
 from .template import TEMPLATE, Template, to_object
-from .tree import ConvertError, list_some
+from .tree import ConvertError, list_some, show
 
 _EXPECTED = (
     *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
@@ -312,9 +312,9 @@ def _describe(template: Template, source: Path, target: Path) -> str:
     lines = [f"{printable(source)} -> {printable(target)} (dry run)", ""]
     lines += [align(rows, left=3)]
     lines += [
-        f"{group.kind}: {len(group.entries)} parameters, at step {group.step}"
+        f"{group.kind} at step {group.step}, parameters: {len(group.entries)}"
         for group in template.groups
     ]
     if template.sections.scaler is not None:
-        lines.append(f"scaler: {list_some(template.sections.scaler)}")
+        lines.append(f"scaler: {printable(show(template.sections.scaler))}")
     return "\n".join(lines)

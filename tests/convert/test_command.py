@@ -21,12 +21,22 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert main([*where, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "fc.weight" in out
-    assert "SGD: 2 parameters, at step 0" in out
+    assert "SGD at step 0, parameters: 2\nscaler: scaler\n" in out
     assert not (tmp_path / "run").exists()
     assert main(where) == 0
     (tmp_path / "a.pt").unlink()
     assert main([*where, "--dry-run"]) == 0
     assert not (tmp_path / "a.pt").exists()
+
+
+def test_dry_run_prints_the_scaler_path_as_the_scaler_key_flag_takes_it(
+    tmp_path, capsys
+):
+    model, optimizer, scaler = small()
+    where = paths(tmp_path, {"m": model, "o": optimizer, "amp": {"0": scaler}})
+    assert main([*where, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("scaler: amp/0\n")
+    assert main([*where, "--dry-run", "--scaler-key", "amp/0"]) == 0
 
 
 def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys):
