@@ -46,7 +46,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Raises:
         TypeError: If ``obj`` contains a value of another type. The message says where.
-        CheckpointError: If ``obj`` contains itself or is too deep for ``load``.
+        CheckpointError: If ``obj`` contains itself, or if it is too deep or contains an
+            integer that is too long for ``load``.
 
     Example:
 

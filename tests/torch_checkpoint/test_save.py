@@ -203,6 +203,10 @@ def test_save_refuses_objects_that_load_would_refuse():
     for key in ((1, (2, 3)), frozenset()):
         with pytest.raises(CheckpointError, match="dict key"):
             save_bytes({key: 1})
+    assert torch_checkpoint.load(save_bytes(10**4000)) == 10**4000
+    for obj in (10**4300, [-(10**4300)], {10**4300: 1}, {(1, 10**4300): 1}):
+        with pytest.raises(CheckpointError, match="over 14000 bits"):
+            save_bytes(obj)
     noted = OrderedDict()
     noted.note = "x"
     with pytest.raises(CheckpointError, match="attributes other than _metadata"):
