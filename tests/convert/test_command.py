@@ -171,7 +171,9 @@ def test_source_inside_the_target_is_refused(inside, tmp_path, capsys):
     assert "separate paths" in fails(capsys, *where, "--to", "mlx", "--overwrite")
 
 
-def test_interrupted_conversion_leaves_no_files(tmp_path, capsys, monkeypatch):
+def test_failed_conversion_leaves_no_files_or_the_old_ones(
+    tmp_path, capsys, monkeypatch
+):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
@@ -181,11 +183,25 @@ def test_interrupted_conversion_leaves_no_files(tmp_path, capsys, monkeypatch):
         assert main(where) == 130
         assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
         assert not (tmp_path / "run").exists()
-    # An overwritten checkpoint is left without a template rather than with a wrong one.
     assert main(where) == 0
-    monkeypatch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
-    assert main([*where, "--to", "mlx", "--overwrite"]) == 130
-    assert not (tmp_path / "run/template.pt").exists()
+
+    def times():
+        return {x: x.stat().st_mtime_ns for x in (tmp_path / "run").rglob("*")}
+
+    before = times()
+    again = [*where, "--to", "mlx", "--overwrite"]
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
+        assert main(again) == 130
+    checkpoint = usual()
+    checkpoint["model"]["fc.bias"] *= float("nan")
+    paths(tmp_path, checkpoint)
+    assert "nothing was saved" in fails(capsys, *again)
+    (tmp_path / "run/notes.txt").touch()
+    assert "which would be lost: notes.txt" in fails(capsys, *again)
+    (tmp_path / "run/notes.txt").unlink()
+    assert times() == before
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "run"]
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):
