@@ -62,7 +62,7 @@ def _inspect(argv: Sequence[str] | None) -> None:
         action="append",
         default=[],
         metavar="NAME=NUMBER",
-        help="raise a limit of the reader, such as operations=1e8",
+        help="set a limit of the reader, such as operations=1e8",
     )
     arguments = parser.parse_args(argv)
     found = describe(arguments.path, read_limits(arguments.limit))

@@ -2,7 +2,7 @@
 
     run/
       save-000007/
-        model.safetensors       the model's weights, for mx.load and mlx-lm
+        model.safetensors       the model's weights
         training.safetensors    all other arrays
         training.json           all other values
         checksums.json          CRC-32 of the three files above
@@ -11,7 +11,7 @@ A folder cannot replace another atomically, so a save never replaces anything: i
 a hidden folder, renames it to the next free number, and then removes old checkpoints.
 The newest checkpoint is complete even if a process is killed, a damaged checkpoint does
 not prevent the next save, and simultaneous writers get different numbers. A single file
-could be replaced atomically, but mlx-lm could not load the weights from it.
+could be replaced atomically, but mlx-lm loads only files without other arrays.
 """
 
 import errno

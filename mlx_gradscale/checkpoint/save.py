@@ -51,7 +51,7 @@ def save_checkpoint(
     interrupted. Each call adds a folder ``save-000001``, ``save-000002``, ... to
     ``path`` and then removes all but the newest ``keep`` checkpoints. The newest one is
     complete even if a save is interrupted. Other files in ``path`` do not change.
-    ``mx.load`` and mlx-lm can load ``model.safetensors`` from each folder; see
+    ``mx.load`` reads the weights from ``model.safetensors`` in each folder; see
     ``latest_checkpoint``. Learning rate schedules are Python code and are not saved,
     but the step count that they depend on is.
 

@@ -16,25 +16,29 @@ from mlx.optimizers import Optimizer
 from .. import torch_checkpoint
 from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import run_command
+from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
+from .folder import check_folder
 from .layouts import AXES
 from .load import load_torch
 from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
 from .options import Options
 from .save import read_template, unwrap, write_template
+from .sections import SECTIONS
 from .template import TEMPLATE, Template, to_object
-from .tree import ConvertError, list_some
+from .tree import ConvertError, list_some, show
 
 _EXPECTED = (
     *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
     *(ArithmeticError, MemoryError),
 )
+# Names of the entries in an MLX checkpoint folder, and of a killed writer's leftovers.
+_OWN = re.compile(rf"save-\d{{6,}}|{re.escape(TEMPLATE)}|\.mlx_gradscale-\w+\.tmp")
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
 # Argument names in the reader's errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
-_SECTIONS = ("model", "optimizer", "scaler")
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt or .safetensors file, or a checkpoint "
     "folder of Accelerate or Transformers' Trainer",
@@ -104,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         ("--limit", "NAME=NUMBER", str),
     ):
         add(flag, action="append", default=[], metavar=form, type=kind)
-    for name in _SECTIONS:
+    for name in SECTIONS:
         text = f"key of the {name} in the checkpoint"
         text += "" if name == "model" else "; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
@@ -150,7 +154,7 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
+    keys = {name: getattr(arguments, f"{name}_key") for name in SECTIONS}
     keys = {name: key for name, key in keys.items() if key is not None}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
@@ -191,8 +195,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     path = arguments.mlx_path
     if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
-    if path.exists() and any(path.iterdir()) and not arguments.overwrite:
-        raise FileExistsError(f"{path} is not empty. Pass --overwrite to replace it.")
+    check_folder(path, arguments.overwrite, _OWN.fullmatch)
     model = _model(arguments.model)
     run = load_torch(arguments.torch_path, model, _options(arguments))
     template, notes = run.template, run.notes
@@ -212,11 +215,10 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         # The PyTorch checkpoint has no base model, so save only the adapters.
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
-    # Delete the old template first. If the process is killed before it writes the new
-    # one, a later conversion fails instead of using a template of another run.
-    (path / TEMPLATE).unlink(missing_ok=True)
-    save_checkpoint(path, model, optimizer, run.scaler, **extra)
-    torch_checkpoint.save(path / TEMPLATE, to_object(template))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(path) as folder:  # so that the template is always of this run
+        save_checkpoint(folder, model, optimizer, run.scaler, **extra)
+        torch_checkpoint.save(folder / TEMPLATE, to_object(template))
     how = "The run has no optimizer. The weights are in save-*/model.safetensors."
     if run.optimizer is not None:
         how = (
@@ -312,9 +314,9 @@ def _describe(template: Template, source: Path, target: Path) -> str:
     lines = [f"{printable(source)} -> {printable(target)} (dry run)", ""]
     lines += [align(rows, left=3)]
     lines += [
-        f"{group.kind}: {len(group.entries)} parameters, at step {group.step}"
+        f"{group.kind} at step {group.step}, parameters: {len(group.entries)}"
         for group in template.groups
     ]
     if template.sections.scaler is not None:
-        lines.append(f"scaler: {list_some(template.sections.scaler)}")
+        lines.append(f"scaler: {printable(show(template.sections.scaler))}")
     return "\n".join(lines)

@@ -78,7 +78,8 @@ def plan_groups(
     if steps:
         notes.append(
             f"{', '.join(sorted(steps))} saves no step count, so MLX starts at step 0. "
-            "If you pass a schedule, set state['step'] of each MLX optimizer."
+            "If you pass a schedule, set state['step'] of the MLX optimizer or, for a "
+            "MultiOptimizer, of each of its .optimizers."
         )
     return notes
 

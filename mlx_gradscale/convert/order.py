@@ -41,7 +41,7 @@ class Order:
         parameters whose order cannot be checked by shape.
         """
         names: Sequence[str] | None = options.names
-        if self.indices and all(isinstance(index, str) for index in self.indices):
+        if names is None and {*map(type, self.indices)} == {str}:
             # FullyShardedDataParallel and torch.distributed use names as indices.
             names = tuple(map(str, self.indices))
         elif names is None and [len(saved) for saved in self.saved] == self.sizes:

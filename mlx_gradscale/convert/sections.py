@@ -20,6 +20,7 @@ from .tree import (
     walk,
 )
 
+SECTIONS = ("model", "optimizer", "scaler")
 # If there are several state dicts, such as a model and its average, the one with one of
 # these names is the model.
 _MODEL_NAMES = (
@@ -62,6 +63,11 @@ def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
     for name, text in keys.items():
+        if name not in SECTIONS:
+            raise ConvertError(
+                f"keys= contains {name!r}, which is not a section. The sections are "
+                f"{list_some(SECTIONS)}."
+            )
         parts = text.split(",") if name == "optimizer" else [text]
         parts = parts if name == "model" else [*filter(None, parts)]
         given[name] = [_named(checkpoint, name, key) for key in parts]
@@ -192,7 +198,7 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "optimizer": is_nested(value) or is_flat(value),
         "scaler": isinstance(value, dict) and formats.is_state(value),
     }
-    if not fits.get(section):
+    if not fits[section]:
         what = f"does not lead to the {section}'s state dict. To list the contents of "
         what = _whole_module(value) or f"{what}the file, run mlx_gradscale inspect."
         raise ConvertError(f"keys={{{section!r}: {key!r}}} (--{section}-key) {what}")

@@ -52,7 +52,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         sync(*folder.rglob("*"), folder)
         if is_used:
             target.rename(old)
-        folder.rename(target)
+        try:
+            folder.rename(target)
+        except OSError:
+            if is_used:
+                old.rename(target)
+            raise
         sync(target.parent)
     if is_used:
         discard(old)

@@ -39,6 +39,8 @@ _VALUE = 8
 _TEXT, _SLOTS = 32, 64
 # Maximum nesting of containers. Python's recursion limit is 1000.
 _MAX_DEPTH = 128
+# Python does not convert longer integers (4,300 digits) to text, for example in errors.
+_MAX_BITS = 14_000
 _GATHER = (
     "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
     "it on rank 0: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
@@ -390,7 +392,10 @@ def check_tree(
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
         limits.spend(_VALUE + (len(value) // _TEXT if kind in _TEXTS else 0))
-        if kind is Placeholder:
+        if kind is int:
+            is_short = value.bit_length() <= _MAX_BITS
+            check(is_short, f"an integer has over {_MAX_BITS} bits. Save it as bytes.")
+        elif kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))
                 edits = [item for _, items in value.edits for item in items]

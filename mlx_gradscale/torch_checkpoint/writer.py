@@ -46,7 +46,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Raises:
         TypeError: If ``obj`` contains a value of another type. The message says where.
-        CheckpointError: If ``obj`` contains itself or is too deep for ``load``.
+        CheckpointError: If ``obj`` contains itself, or if it is too deep or contains an
+            integer that is too long for ``load``.
 
     Example:
 
@@ -84,6 +85,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 def _replace(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` at the end of the block."""
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} is not a regular file. Pass the path of a file.")
     temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:

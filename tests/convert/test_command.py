@@ -21,12 +21,22 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert main([*where, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "fc.weight" in out
-    assert "SGD: 2 parameters, at step 0" in out
+    assert "SGD at step 0, parameters: 2\nscaler: scaler\n" in out
     assert not (tmp_path / "run").exists()
     assert main(where) == 0
     (tmp_path / "a.pt").unlink()
     assert main([*where, "--dry-run"]) == 0
     assert not (tmp_path / "a.pt").exists()
+
+
+def test_dry_run_prints_the_scaler_path_as_the_scaler_key_flag_takes_it(
+    tmp_path, capsys
+):
+    model, optimizer, scaler = small()
+    where = paths(tmp_path, {"m": model, "o": optimizer, "amp": {"0": scaler}})
+    assert main([*where, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("scaler: amp/0\n")
+    assert main([*where, "--dry-run", "--scaler-key", "amp/0"]) == 0
 
 
 def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys):
@@ -161,7 +171,9 @@ def test_source_inside_the_target_is_refused(inside, tmp_path, capsys):
     assert "separate paths" in fails(capsys, *where, "--to", "mlx", "--overwrite")
 
 
-def test_interrupted_conversion_leaves_no_files(tmp_path, capsys, monkeypatch):
+def test_failed_conversion_leaves_no_files_or_the_old_ones(
+    tmp_path, capsys, monkeypatch
+):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
@@ -171,11 +183,25 @@ def test_interrupted_conversion_leaves_no_files(tmp_path, capsys, monkeypatch):
         assert main(where) == 130
         assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
         assert not (tmp_path / "run").exists()
-    # An overwritten checkpoint is left without a template rather than with a wrong one.
     assert main(where) == 0
-    monkeypatch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
-    assert main([*where, "--to", "mlx", "--overwrite"]) == 130
-    assert not (tmp_path / "run/template.pt").exists()
+
+    def times():
+        return {x: x.stat().st_mtime_ns for x in (tmp_path / "run").rglob("*")}
+
+    before = times()
+    again = [*where, "--to", "mlx", "--overwrite"]
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
+        assert main(again) == 130
+    checkpoint = usual()
+    checkpoint["model"]["fc.bias"] *= float("nan")
+    paths(tmp_path, checkpoint)
+    assert "nothing was saved" in fails(capsys, *again)
+    (tmp_path / "run/notes.txt").touch()
+    assert "which would be lost: notes.txt" in fails(capsys, *again)
+    (tmp_path / "run/notes.txt").unlink()
+    assert times() == before
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "run"]
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):

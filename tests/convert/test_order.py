@@ -96,6 +96,15 @@ def test_ambiguous_order_is_an_error_that_asks_for_names():
             find(state, tensors, names=names)
 
 
+def test_names_option_overrides_the_strings_that_the_optimizer_uses_as_indices():
+    tensors = named(a=(3,), b=(3,))
+    state, _ = adam_state([["a", "b"]], tensors)
+    state["param_groups"][0]["params"] = ["0", "1"]
+    with pytest.raises(ConvertError, match=r"no unique match: 0, 1\. .*--names"):
+        find(state, tensors)
+    assert find(state, tensors, names=("b", "a"))[0] == {"0": "b", "1": "a"}
+
+
 def test_frozen_subset_of_equal_layers_requires_the_trained_names():
     tensors = named(a=(3,), b=(3,))
     state, _ = adam_state([["b"]], tensors)

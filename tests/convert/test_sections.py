@@ -59,7 +59,8 @@ def test_several_models_require_a_key_but_averages_do_not():
         ({"optimizer": "a"}, "not lead to the optimizer's state dict"),
         ({"scaler": "epoch"}, "not lead to the scaler's state dict"),
         ({"optimizer": "opt/7"}, "opt has no key '7'"),
-        ({"optimiser": "opt"}, "not lead to the optimiser's state dict"),
+        ({"optimiser": "opt"}, "'optimiser', which is not a section. The sections"),
+        ({"optimiser": ""}, "'optimiser', which is not a section"),
     ],
 )
 def test_key_without_a_matching_section_is_an_error(keys, word):

@@ -113,6 +113,21 @@ def test_folder_replaces_an_empty_folder_but_never_a_file(tmp_path):
     assert names(tmp_path) == {"empty", "file"}
 
 
+def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
+    def fail_for_the_new_folder(path, target):
+        if path.name.startswith(".mlx_gradscale-"):
+            raise OSError("Input/output error")
+        return rename(path, target)
+
+    write("folder", tmp_path / "out", "old")
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", fail_for_the_new_folder)
+    with pytest.raises(OSError, match="Input/output error"):
+        write("folder", tmp_path / "out", "new")
+    assert owner(tmp_path / "out") == "old"
+    assert names(tmp_path) == {"out"}
+
+
 def test_link_keeps_pointing_to_the_new_file(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")

@@ -172,6 +172,7 @@ Y = name("x", "Y")
         (b"}q\x00" + text("x") + b"h\x00s", "contains itself"),
         (b"]q\x00h\x00\x85a", "contains itself"),
         (ORDERED + b")Rq\x00}" + text("_metadata") + b"h\x00sb", "contains itself"),
+        (b"\x8b\x08\x07\x00\x00" + b"\x01" * 1800, "over 14000 bits"),
         (b"N" + b"\x85" * 129, DEEP),
         # A shared container counts where it is deepest.
         (b"N" + b"\x85" * 100 + b"q\x00h\x00" + b"\x85" * 100 + b"\x86", DEEP),

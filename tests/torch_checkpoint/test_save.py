@@ -203,6 +203,10 @@ def test_save_refuses_objects_that_load_would_refuse():
     for key in ((1, (2, 3)), frozenset()):
         with pytest.raises(CheckpointError, match="dict key"):
             save_bytes({key: 1})
+    assert torch_checkpoint.load(save_bytes(10**4000)) == 10**4000
+    for obj in (10**4300, [-(10**4300)], {10**4300: 1}, {(1, 10**4300): 1}):
+        with pytest.raises(CheckpointError, match="over 14000 bits"):
+            save_bytes(obj)
     noted = OrderedDict()
     noted.note = "x"
     with pytest.raises(CheckpointError, match="attributes other than _metadata"):
@@ -254,6 +258,17 @@ def test_saved_file_has_the_mode_of_a_new_file(tmp_path):
     torch_checkpoint.save(tmp_path / "x.pt", {})
     mode = stat.S_IMODE((tmp_path / "x.pt").stat().st_mode)
     assert mode == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_pipes_and_folders_are_not_replaced(tmp_path):
+    # Not /dev/null: if the check is missing, root would replace the system's device.
+    os.mkfifo(tmp_path / "pipe.pt")
+    (tmp_path / "link.pt").symlink_to("pipe.pt")
+    for path in (tmp_path / "pipe.pt", tmp_path / "link.pt", tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"):
+            torch_checkpoint.save(path, {})
+    assert stat.S_ISFIFO((tmp_path / "pipe.pt").stat().st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link.pt", "pipe.pt"]
 
 
 def test_saving_through_a_link_replaces_the_linked_file(tmp_path):
