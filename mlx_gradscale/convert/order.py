@@ -77,9 +77,9 @@ class Order:
         if not len(given) == len(found) == len({*found}) == count:
             what = f" No match or no unique match: {list_some(wrong)}." if wrong else ""
             raise ConvertError(
-                f"The optimizer has {count} parameters, but its list of names has "
-                f"{len(given)} entries, which match {len({*found})} different tensors "
-                f"of the model.{what} {_advice(len(given) > count)}"
+                f"The names must match the optimizer's {count} parameters one to one, "
+                f"but the list of {len(given)} names matches {len({*found})} different "
+                f"tensors of the model.{what} {_advice(len(given) > count)}"
             )
         return found
 

@@ -185,8 +185,8 @@ def _choose_model(checkpoint: Any, there: Mapping[str, list[Path]]) -> Path:
         f"No model was found in the checkpoint. Its keys: {names or 'none'}. Pass the "
         "model's key with keys={'model': ...} (--model-key). If the model is in "
         "another file, copy both files into one folder, as model.safetensors (or "
-        "model.pt) and optimizer.pt, and pass the folder. To load only a scaler, use "
-        "GradScaler.load()."
+        "model.pt) and optimizer.pt, and pass the folder. If the file is a "
+        "scaler's state dict, use GradScaler.load()."
     )
 
 

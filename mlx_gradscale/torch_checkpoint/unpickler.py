@@ -364,14 +364,14 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _check_key(key: Any) -> tuple[Any, ...]:
+def _check_key(key: Any, unknown: type[Exception] = CheckpointError) -> tuple[Any, ...]:
     """Return the parts of a dict key; raise unless they are all plain values."""
     parts = key if type(key) is tuple and len(key) <= 64 else (key,)
-    check(
-        all(type(part) in _KEYS for part in parts),
-        f"a dict key or set member has type {_kind(key)}. It must be a plain value or "
-        "a flat tuple of plain values.",
-    )
+    if not all(type(part) in _KEYS for part in parts):
+        raise unknown(
+            f"a dict key or set member has type {_kind(key)}. It must be a plain value "
+            "or a flat tuple of plain values."
+        )
     return parts
 
 
@@ -403,6 +403,8 @@ def check_tree(
         elif kind in _ITEMS:
             check(depth < _MAX_DEPTH, too_deep)
             items = enumerate(value)
+            for key in value if kind not in (list, tuple) else ():
+                _check_key(key, unknown)
             if kind in _DICTS:
                 attributes = getattr(value, "__dict__", {})
                 is_known = attributes.keys() <= {"_metadata", "factory"}
@@ -410,8 +412,6 @@ def check_tree(
                 for held in (*value, *attributes.values()):
                     visit(held, depth + 1)
                 items = value.items()
-            for key in value if kind not in (list, tuple) else ():
-                _check_key(key)
             for trail[depth], item in items:
                 visit(item, depth + 1)
         elif kind not in _LEAVES and not (

@@ -90,7 +90,7 @@ def test_ambiguous_order_is_an_error_that_asks_for_names():
     for names, word in (
         (("a", "b"), "has 3 parameters, .* has 2 entries"),
         (("a", "b", "x"), "No match or no unique match: x"),
-        (("a", "b", "b"), "match 2 different tensors"),
+        (("a", "b", "b"), "matches 2 different tensors"),
     ):
         with pytest.raises(ConvertError, match=word):
             find(state, tensors, names=names)
