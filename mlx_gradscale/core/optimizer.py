@@ -100,8 +100,7 @@ class LossScaleOptimizer(Optimizer):
                 "the scaler and the optimizer."
             )
         self._clips = max_grad_norm is not None
-        group = group or self.scaler.group
-        self._ranks = Ranks(group, average, sharded, self._clips)
+        self._ranks = Ranks(group or self.scaler.group, average, sharded, self._clips)
         self._masters = Masters(masters)
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
@@ -211,8 +210,7 @@ class LossScaleOptimizer(Optimizer):
         return planned
 
     def _needs_init(self) -> bool:
-        is_lost = self._has_state and needs_init(self.optimizer)
-        return not self._initialized or is_lost
+        return not self._initialized or (self._has_state and needs_init(self.optimizer))
 
     @property
     def scaler(self) -> GradScaler:
@@ -338,6 +336,8 @@ class LossScaleOptimizer(Optimizer):
         for name, x in scaler.items():
             _check_same(f"scaler.{name}", self.scaler.state[name], x)
         fields = clamp_and_check(read(scaler))
+        if not any(path.startswith("optimizer.") for path in loaded):
+            raise ValueError(f"The state has no arrays in 'optimizer'. {_SAME}")
         for path, x in loaded.items():
             # A third-party optimizer may keep Python values in its state.
             if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):

@@ -6,7 +6,7 @@ import pickle
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, NAN, OPTIMIZERS, Mlp, bits, gradients_like, same
 from support.optimizer_helpers import Training, wrapped
 
@@ -225,6 +225,18 @@ def test_state_of_another_model_is_refused_and_changes_nothing(when):
     before = bits(optimizer.state)
     with pytest.raises(ValueError, match=r"same model"):
         optimizer.state = other.state
+    assert bits(optimizer.state) == before
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
+@pytest.mark.parametrize("others", [(), ("grad_norm",), ("masters", "written")])
+def test_state_without_the_wrapped_optimizer_is_refused(when, others):
+    training = Training(compiled=False, init=when == "after init")
+    optimizer = training.optimizer
+    state = {name: optimizer.state[name] for name in ("scaler", *others)}
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match=r"no arrays in 'optimizer'.*same model"):
+        optimizer.state = tree_map(mx.array, state)
     assert bits(optimizer.state) == before
 
 
