@@ -118,7 +118,7 @@ class GradScaler:
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        rule.check(values)
+        rule.check(values, "init_scale")
         self._enabled = bool(enabled)
         self._ranks = Ranks(group)
         self._mode: str | None = None
