@@ -399,7 +399,6 @@ class LossScaleOptimizer(Optimizer):
         self._make_state(pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this only for attributes that this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -144,8 +144,9 @@ def read_field(name: str, value: mx.array) -> Any:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            "This scaler's state holds placeholders of mx.compile. Read it outside the "
-            "compiled function, and pass scaler.state as both inputs= and outputs=."
+            "This scaler's state holds placeholders of mx.compile. Read it, and call "
+            "init() of an optimizer with a group, outside the compiled function. Pass "
+            "scaler.state as both inputs= and outputs=."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
