@@ -271,9 +271,9 @@ class LossScaleOptimizer(Optimizer):
 
         Assigning a saved state replaces the arrays in the existing dicts, except
         ``max_grad_norm``. If you assign it before calling :meth:`init`, :meth:`init`
-        checks it against the parameters. Assigning a plain optimizer's state sets the
-        inner optimizer's state. Assigning ``{}`` frees the memory of moments and master
-        weights. Other keys, such as "step", refer to the inner optimizer's state.
+        checks it against the parameters. A plain optimizer's state is assigned to the
+        inner optimizer. ``{}`` frees moments and master weights, but a compiled step
+        keeps the old state. Other keys, such as "step", are the inner optimizer's.
         """
         # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
         # user may have replaced the inner optimizer's state.

@@ -191,13 +191,15 @@ def test_state_set_before_init_is_visible_and_resumes(tmp_path, masters):
     assert again.everything() == training.everything()
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("empty", [{}, []])
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_emptied_state_can_be_restored_and_resumes(empty, masters):
-    """As mlx-lm does around an evaluation, to free memory."""
+def test_emptied_state_can_be_restored_and_resumes(empty, masters, compiled):
+    """As a trainer may do to free memory around an evaluation or a preview."""
     found = []
     for emptied in (False, True):
-        training = Training(compiled=False, masters=masters)
+        training = Training(compiled=compiled, masters=masters)
         training.run(range(3))
         if emptied:
             state = training.optimizer.state
