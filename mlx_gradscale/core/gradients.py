@@ -337,22 +337,23 @@ def _with_gradient(
 
 
 def unscale(scaled: Any, inverse: mx.array) -> Any:
-    """Unscale a tree of gradients lazily, with references to the scaled ones."""
-    gradients = tree_map(Unscaled, _unscale(scaled, inverse))
-    for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
+    """Lazily unscale gradients that are still scaled, with references to these."""
+    sources = [x for x in leaves(scaled) if not isinstance(x, Unscaled)]
+    unscaled = [Unscaled(x) for x in _unscale(sources, inverse)]
+    for gradient, source in zip(unscaled, sources, strict=True):
         gradient.source = source, inverse
-    return gradients
+    new = iter(unscaled)
+    return tree_map(lambda x: x if isinstance(x, Unscaled) else next(new), scaled)
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
     """Unscale a tree, in place unless it contains tuples, and return the result."""
     tree = [gradients]  # a container even for a single array
-    places = slots(tree)
+    places, unscaled = slots(tree), unscale(tree, inverse)
     if any(isinstance(box, tuple) for _, box, _ in places):
-        return unscale(gradients, inverse)
-    places = [x for x in places if getattr(x[1][x[2]], "source", None) is None]
-    unscaled = unscale([box[key] for _, box, key in places], inverse)
-    commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
+        return unscaled[0]
+    pairs = zip(places, leaves(unscaled), strict=True)
+    commit((box, key, x) for (_, box, key), x in pairs)
     return tree[0]
 
 

@@ -292,6 +292,9 @@ def _step(
     for part, own in parts(optimizer, tree(gradients)):
         try:
             new = dict(flatten(part.apply_gradients(own, full)))
+            for path, x in new.items():
+                if x.shape != arrays.parameters[path].shape:
+                    raise ValueError(f"{path!r} would change its shape to {x.shape}")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The optimizer failed with {error!r}. If a parameter was added or "
@@ -299,8 +302,6 @@ def _step(
                 "optimizer.init(model.trainable_parameters()) again. If the shape of a "
                 "parameter changed, create a new optimizer."
             ) from error
-        for path, x in new.items():
-            check_shape(path, x.shape, arrays.parameters[path].shape)
         stepped |= new
     return masters, gradients, stepped
 

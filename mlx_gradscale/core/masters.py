@@ -134,10 +134,11 @@ class Masters:
     def add(self, path: str, weight: mx.array) -> None:
         """Create a master weight for a half-precision parameter unless it has one."""
         if path not in self.state[self._names[0]]:
-            self.set(path, weight.astype(mx.float32), weight)
+            self.set(path, weight, weight)
 
     def set(self, path: str, master: mx.array, weight: mx.array) -> None:
         """Replace the master weight of a parameter; ``weight`` is the rounded value."""
+        master = master.astype(mx.float32)
         for name, x in entries(master, weight, self._names).items():
             self.state[name][path] = x
 

@@ -100,8 +100,7 @@ class LossScaleOptimizer(Optimizer):
                 "the scaler and the optimizer."
             )
         self._clips = max_grad_norm is not None
-        group = group or self.scaler.group
-        self._ranks = Ranks(group, average, sharded, self._clips)
+        self._ranks = Ranks(group or self.scaler.group, average, sharded, self._clips)
         self._masters = Masters(masters)
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
@@ -211,8 +210,7 @@ class LossScaleOptimizer(Optimizer):
         return planned
 
     def _needs_init(self) -> bool:
-        is_lost = self._has_state and needs_init(self.optimizer)
-        return not self._initialized or is_lost
+        return not self._initialized or (self._has_state and needs_init(self.optimizer))
 
     @property
     def scaler(self) -> GradScaler:
@@ -273,9 +271,9 @@ class LossScaleOptimizer(Optimizer):
 
         Assigning a saved state replaces the arrays in the existing dicts, except
         ``max_grad_norm``. If you assign it before calling :meth:`init`, :meth:`init`
-        checks it against the parameters. Assigning a plain optimizer's state sets the
-        inner optimizer's state. Assigning ``{}`` frees the memory of moments and master
-        weights. Other keys, such as "step", refer to the inner optimizer's state.
+        checks it against the parameters. A plain optimizer's state is assigned to the
+        inner optimizer. ``{}`` frees moments and master weights, but a compiled step
+        keeps the old state. Other keys, such as "step", are the inner optimizer's.
         """
         # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
         # user may have replaced the inner optimizer's state.
@@ -338,6 +336,8 @@ class LossScaleOptimizer(Optimizer):
         for name, x in scaler.items():
             _check_same(f"scaler.{name}", self.scaler.state[name], x)
         fields = clamp_and_check(read(scaler))
+        if not any(path.startswith("optimizer.") for path in loaded):
+            raise ValueError(f"The state has no arrays in 'optimizer'. {_SAME}")
         for path, x in loaded.items():
             # A third-party optimizer may keep Python values in its state.
             if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):
@@ -399,7 +399,6 @@ class LossScaleOptimizer(Optimizer):
         self._make_state(pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this only for attributes that this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
         return getattr(self.optimizer, name)

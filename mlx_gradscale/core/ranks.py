@@ -58,7 +58,6 @@ class Ranks:
         self.group = group
         self.average = average
         self.sharded = sharded
-        #: Whether this rank trains alone.
         self.is_single = is_single(group)
         # Averaged gradients are equal on all ranks, so all ranks decide alike.
         self._decides_alone = self.is_single or (average and not sharded)

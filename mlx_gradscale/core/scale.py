@@ -144,21 +144,22 @@ def read_field(name: str, value: mx.array) -> Any:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            "This scaler's state holds placeholders of mx.compile. Read it outside the "
-            "compiled function, and pass scaler.state as both inputs= and outputs=."
+            "This scaler's state holds placeholders of mx.compile. Read it, and call "
+            "init() of an optimizer with a group, outside the compiled function. Pass "
+            "scaler.state as both inputs= and outputs=."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
     return number
 
 
-def check(values: dict[str, Any]) -> None:
-    """Raise if any field is invalid, or if fields contradict each other."""
+def check(values: dict[str, Any], scale: str = "scale") -> None:
+    """Raise if a field is invalid or contradicts another; call the scale ``scale``."""
     for name, value in values.items():
-        _check_field(name, value)
+        _check_field(name, value, scale if name == "scale" else name)
     if not values["min_scale"] <= values["scale"] <= values["max_scale"]:
         raise ValueError(
-            f"The scale must be between min_scale {values['min_scale']} and max_scale "
+            f"{scale} must be between min_scale {values['min_scale']} and max_scale "
             f"{values['max_scale']}, got {values['scale']}."
         )
     if values["hysteresis"] > 1 and values["backoff_interval"] > 1:
@@ -168,11 +169,11 @@ def check(values: dict[str, Any]) -> None:
         )
 
 
-def _check_field(name: str, value: Any) -> None:
+def _check_field(name: str, value: Any, label: str) -> None:
     dtype = FIELDS[name][0]
     types, expected = _TYPES[dtype]
     if not isinstance(value, types) or (dtype != mx.bool_ and isinstance(value, bool)):
-        raise TypeError(f"{name} must be {expected}, got {value!r}.")
+        raise TypeError(f"{label} must be {expected}, got {value!r}.")
     if dtype == mx.int32:
         least = 1 if name in SETTINGS else 0
         is_valid, valid = least <= value <= _MOST, f"between {least} and 2**31 - 1"
@@ -187,7 +188,7 @@ def _check_field(name: str, value: Any) -> None:
     else:
         return
     if not is_valid:
-        raise ValueError(f"{name} must be {valid}, got {value}.")
+        raise ValueError(f"{label} must be {valid}, got {value}.")
 
 
 def _is_scale(value: Any) -> bool:

@@ -118,7 +118,7 @@ class GradScaler:
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        rule.check(values)
+        rule.check(values, "init_scale")
         self._enabled = bool(enabled)
         self._ranks = Ranks(group)
         self._mode: str | None = None
@@ -296,9 +296,7 @@ class GradScaler:
         inverse = self._backward.inverse_scale() if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
-        if inverse is None:
-            return grads
-        return unscale_in_place(grads, inverse)
+        return grads if inverse is None else unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Update the model and optimizer, or skip the step if a gradient is non-finite.

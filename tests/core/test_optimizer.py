@@ -107,6 +107,24 @@ def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
         assert new["w"].item() == 0.5
 
 
+@pytest.mark.parametrize("mode", ["scale_loss", "unscale_"])
+def test_wrapper_steps_right_after_another_changed_the_scale_they_share(mode):
+    scaler, weights = GradScaler(8.0, growth_interval=1), {"w": mx.ones(1)}
+    wrappers = [LossScaleOptimizer(optim.SGD(1.0), scaler) for _ in range(2)]
+    loss_fn = lambda weights: 0.5 * weights["w"].sum()  # noqa: E731
+    if mode == "scale_loss":
+        gradient = mx.grad(scaler.scale_loss(loss_fn))
+    else:
+        gradient = mx.grad(lambda weights: scaler.scale(loss_fn(weights)))
+    grads = [gradient(weights) for _ in wrappers]
+    if mode == "unscale_":
+        for wrapper, each in zip(wrappers, grads, strict=True):
+            scaler.unscale_(wrapper.optimizer, each)
+    for wrapper, each in zip(wrappers, grads, strict=True):
+        assert wrapper.apply_gradients(each, weights)["w"].item() == 0.5
+    assert scaler.get_scale() == 32.0
+
+
 def test_learning_rate_and_step_in_the_state_belong_to_the_wrapped_optimizer():
     inner = optim.SGD(0.5)
     optimizer, weights = wrapped(inner), {"w": mx.zeros(1)}

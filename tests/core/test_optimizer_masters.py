@@ -227,3 +227,16 @@ def test_set_masters_replaces_the_master_weights(kind):
     new = optimizer.apply_gradients(tree_map(mx.zeros_like, masters), weights)
     assert same(new, weights)
     assert same(optimizer.masters(new), masters)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.int32])
+@each_kind
+def test_set_masters_stores_values_of_any_dtype_like_their_float32_values(kind, dtype):
+    weights = {"w": mx.array([0.5, 3.0], mx.float16)}
+    values = mx.array([0.5, 3.0]).astype(dtype)
+    found = []
+    for value in (values, values.astype(mx.float32)):
+        optimizer = wrapped(optim.SGD(0.0), masters=kind)
+        optimizer.set_masters(weights, {"w": value})
+        found.append(optimizer.state)
+    assert same(*found)

@@ -6,7 +6,7 @@ import pickle
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, NAN, OPTIMIZERS, Mlp, bits, gradients_like, same
 from support.optimizer_helpers import Training, wrapped
 
@@ -191,13 +191,15 @@ def test_state_set_before_init_is_visible_and_resumes(tmp_path, masters):
     assert again.everything() == training.everything()
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("empty", [{}, []])
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_emptied_state_can_be_restored_and_resumes(empty, masters):
-    """As mlx-lm does around an evaluation, to free memory."""
+def test_emptied_state_can_be_restored_and_resumes(empty, masters, compiled):
+    """As a trainer may do to free memory around an evaluation or a preview."""
     found = []
     for emptied in (False, True):
-        training = Training(compiled=False, masters=masters)
+        training = Training(compiled=compiled, masters=masters)
         training.run(range(3))
         if emptied:
             state = training.optimizer.state
@@ -225,6 +227,18 @@ def test_state_of_another_model_is_refused_and_changes_nothing(when):
     before = bits(optimizer.state)
     with pytest.raises(ValueError, match=r"same model"):
         optimizer.state = other.state
+    assert bits(optimizer.state) == before
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
+@pytest.mark.parametrize("others", [(), ("grad_norm",), ("masters", "written")])
+def test_state_without_the_wrapped_optimizer_is_refused(when, others):
+    training = Training(compiled=False, init=when == "after init")
+    optimizer = training.optimizer
+    state = {name: optimizer.state[name] for name in ("scaler", *others)}
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match=r"no arrays in 'optimizer'.*same model"):
+        optimizer.state = tree_map(mx.array, state)
     assert bits(optimizer.state) == before
 
 

@@ -86,8 +86,12 @@ COUNTS = ["growth_interval", "backoff_interval", "hysteresis"]
 COUNTERS = ["_growth_tracker", "backoff_tracker", "skipped_steps", "consecutive_skips"]
 
 
+def argument(name):
+    return "init_scale" if name == "scale" else name
+
+
 def construct(name, value):
-    return GradScaler(**{"init_scale" if name == "scale" else name: value})
+    return GradScaler(**{argument(name): value})
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_scaler_field_beyond_its_bound_is_refused_by_name(name, value, error):
             getattr(scaler, f"set_{name}")(value)
     assert bits(scaler.state) == before
     if name in SETTINGS or name == "scale":
-        with pytest.raises(error, match=name):
+        with pytest.raises(error, match=argument(name)):
             construct(name, value)
 
 

@@ -13,9 +13,10 @@ from support.scaler_helpers import used
 
 from mlx_gradscale import GradScaler
 
+Pair = namedtuple("Pair", "a b")
+
 
 def test_scale_takes_arrays_and_trees_and_keeps_their_containers():
-    Pair = namedtuple("Pair", "a b")
     scaler = GradScaler(init_scale=4.0)
     out = scaler.scale({"x": [mx.array(1.0)], "y": Pair(mx.array(2), mx.array([3.0]))})
     assert out["x"][0].item() == 4.0
@@ -198,12 +199,35 @@ def test_half_precision_parameters_warn_once_about_master_weights():
     assert optimizer.state["layers"][0]["weight"]["v"].dtype == mx.float32
 
 
-def test_one_tree_unscaled_for_two_optimizers_is_unscaled_once():
-    scaler, weights = GradScaler(8.0), {"a": mx.array(1.0), "b": mx.array(2.0)}
-    grads = mx.grad(lambda w: scaler.scale(w["a"] * w["b"]))(weights)
+@pytest.mark.parametrize(
+    "tree",
+    [
+        0.5,
+        [0.5, 2.0],
+        (0.5,),
+        Pair(0.5, 2.0),
+        {"a": 0.5, "b": [2.0, {"c": 0.5}]},
+        {"a": (0.5, [2.0]), "b": [({"c": 0.5},)]},
+    ],
+    ids=str,
+)
+def test_one_tree_unscaled_for_two_optimizers_is_unscaled_once(tree):
+    scaler = used(GradScaler(8.0))
+    grads = tree_map(lambda x: mx.array(8.0 * x), tree)
     for optimizer in (optim.SGD(1.0), optim.SGD(1.0)):
-        assert scaler.unscale_(optimizer, grads) is grads
-    assert (grads["a"].item(), grads["b"].item()) == (2.0, 1.0)
+        grads = scaler.unscale_(optimizer, grads)
+        assert tree_map(mx.array.item, grads) == tree
+        assert type(grads) is type(tree) or isinstance(grads, mx.array)
+
+
+@pytest.mark.parametrize("change", [lambda g: g, lambda g: g.__imul__(0.5)])
+def test_tree_unscaled_for_one_optimizer_is_not_unscaled_in_the_step_of_another(change):
+    scaler, weights = used(GradScaler(8.0)), {"w": mx.array(1.0)}
+    grads = scaler.unscale_(optim.SGD(1.0), {"w": mx.array(4.0)})
+    grads = {"w": change(grads["w"])}
+    expected = 1.0 - grads["w"].item()
+    new = scaler.apply_gradients(optim.SGD(1.0), grads, weights)
+    assert new["w"].item() == expected
 
 
 def test_model_may_hold_a_private_reference_to_its_parent():

@@ -184,5 +184,20 @@ def test_scaler_missing_from_compile_inputs_raises_when_it_is_read():
 
     state = [model.state, optimizer.state]
     mx.compile(step, inputs=state, outputs=state)(*batch())
-    with pytest.raises(RuntimeError, match=r"pass scaler\.state as both"):
+    with pytest.raises(RuntimeError, match=r"Pass scaler\.state as both"):
         scaler.get_scale()
+
+
+@pytest.mark.compiles
+def test_init_with_a_group_inside_mx_compile_is_refused_with_advice():
+    model, group = Mlp(), mx.distributed.init()
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), group=group, average=True)
+    optimizer._ranks.is_single = False  # as in a larger group
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+
+    def step(x, y):
+        optimizer.update(model, loss_and_grad(x, y)[1])
+
+    state = [model.state, optimizer.state]
+    with pytest.raises(RuntimeError, match=r"call init\(\) .*outside the compiled"):
+        mx.compile(step, inputs=state, outputs=state)(*batch())
