@@ -139,10 +139,11 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         if not self._ranks.is_single:
-            kinds = list(map(type, single_optimizers(self.optimizer)))
-            inner = fingerprint(self.optimizer, None) or kinds
-            own = self.scaler.state_dict(), self._masters.kind, self._clips
-            self._ranks.compare(parameters, repr((inner, own)))
+            parts = list(single_optimizers(self.optimizer))
+            inner = fingerprint(self.optimizer, None) or list(map(type, parts))
+            rates = [part.state.get("learning_rate") for part in parts]
+            own = self.scaler.state_dict(), self._masters.kind, self.max_grad_norm
+            self._ranks.compare(parameters, repr((inner, rates, own)))
         before = snapshot(self.state)
         try:
             loaded = self._take_loaded() if self._is_loaded else None
@@ -228,8 +229,7 @@ class LossScaleOptimizer(Optimizer):
 
         A new value takes effect in compiled steps too.
         """
-        value: Any = self._state["max_grad_norm"].item()
-        return float(value) if self._clips else None
+        return float(self._state["max_grad_norm"]) if self._clips else None
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float) -> None:

@@ -117,13 +117,13 @@ def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
     is_array = isinstance(value, mx.array) and value.size == 1
     if not (is_array and value.dtype != mx.bool_) and not _is_scale(value):
         raise ValueError(
-            "new_scale must be a single number that is positive and finite in "
-            f"float32, got {value!r}."
+            "new_scale must be a single positive number that is finite in float32, "
+            f"got {value!r}."
         )
-    scale = mx.array(value if is_array else float(value), mx.float32).reshape(())
-    usable = mx.isfinite(scale) & (scale > 0)
+    number = value if is_array else max(float(value), SMALLEST_SCALE)
+    scale = mx.array(number, mx.float32).reshape(())
     clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
-    return mx.where(usable, clamped, state["scale"])
+    return mx.where(mx.isfinite(scale) & (scale > 0), clamped, state["scale"])
 
 
 def as_array(name: str, value: Any) -> mx.array:
@@ -144,9 +144,9 @@ def read_field(name: str, value: mx.array) -> Any:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            "This scaler's state holds placeholders of mx.compile. Read it, and call "
-            "init() of an optimizer with a group, outside the compiled function. Pass "
-            "scaler.state as both inputs= and outputs=."
+            f"Cannot read this scaler's state: {error} If you use mx.compile, read it, "
+            "and call init() of an optimizer with a group, outside the compiled "
+            "function, and pass scaler.state as both inputs= and outputs=."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
@@ -183,7 +183,7 @@ def _check_field(name: str, value: Any, label: str) -> None:
     elif dtype == mx.float32:
         low, high = (1.0, math.inf) if name == "growth_factor" else (0.0, 1.0)
         # Compare in float32, where 1 + 1e-9 is 1 and the scale would never grow.
-        is_valid = low < np.float32(value) < high
+        is_valid = abs(value) < 2.0**128 and low < np.float32(value) < high
         valid = f"above {low} and below {high} in float32"
     else:
         return

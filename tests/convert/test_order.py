@@ -88,7 +88,7 @@ def test_ambiguous_order_is_an_error_that_asks_for_names():
     state["param_groups"][1]["param_names"] = ["b"]
     assert find(state, tensors)[0] == want
     for names, word in (
-        (("a", "b"), "has 3 parameters, .* has 2 entries"),
+        (("a", "b"), "3 parameters .* list of 2 names"),
         (("a", "b", "x"), "No match or no unique match: x"),
         (("a", "b", "b"), "matches 2 different tensors"),
     ):

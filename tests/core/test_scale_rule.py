@@ -126,6 +126,8 @@ def test_scaler_field_at_its_bound_is_accepted(name, value):
         *[("scale", value, TypeError) for value in (True, [8.0], None)],
         *[("growth_factor", v, ValueError) for v in (0.5, 1.0, 1 + 1e-9, INF, NAN)],
         *[("backoff_factor", v, ValueError) for v in (0.0, 1.0, 1 - 1e-9, 9)],
+        ("growth_factor", 10**400, ValueError),
+        ("backoff_factor", -(10**400), ValueError),
         *[(name, None, TypeError) for name in ("growth_factor", "backoff_factor")],
         ("min_scale", 2.0**17, ValueError),
         ("max_scale", 2.0**15, ValueError),
@@ -195,6 +197,8 @@ def test_new_scale_is_clamped_to_the_limits(value, expected, as_type):
     scaler = GradScaler(min_scale=2.0, max_scale=2.0**20)
     scaler.update(as_type(value))
     assert scaler.get_scale() == expected
+    scaler.update(1e-60)  # 0 in float32
+    assert scaler.get_scale() == 2.0
 
 
 @pytest.mark.parametrize("enabled", [1, 0, "yes", "", np.bool_(True), None])

@@ -193,7 +193,8 @@ DIFFERENCES = {
     "layer": "the names, shapes or dtypes of parameters",
     "shape": "the names, shapes or dtypes of parameters",
 } | dict.fromkeys(
-    ["scale", "interval", "norm", "masters", "optimizer", "decay"],
+    ["scale", "interval", "clipping", "norm", "rate", "schedule"]
+    + ["masters", "optimizer", "decay"],
     "the settings of the optimizer or the scaler",
 )
 
