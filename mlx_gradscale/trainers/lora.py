@@ -149,7 +149,7 @@ def read_loss_scale(given: Any) -> Any:
         return "dynamic"
     try:
         return 1.0 if name in ("off", "false") else float(given)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(
             f"loss_scale must be dynamic, off or a positive number, got {given}."
         ) from None
@@ -162,6 +162,9 @@ def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
     if args.dtype not in (None, *_DTYPES):
         choices = ", ".join(_DTYPES)
         raise ValueError(f"dtype must be one of {choices}, got {args.dtype}.")
+    for name in ("float32_layers", "history"):
+        if not isinstance(getattr(args, name), str | None):
+            raise ValueError(f"{name} must be a file name, got {getattr(args, name)}.")
     wrap_optimizer(SGD(0.0), args)  # raises if another value is invalid
     training, evaluate = Training(args), host.evaluate
 

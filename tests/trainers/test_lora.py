@@ -271,6 +271,9 @@ def test_unknown_lora_flag_is_a_usage_error(capsys):
         (["--resume"], "There is no checkpoint in"),
         (["-c", "dtype: float8"], "dtype must be one of float16, bfloat16, float32"),
         (["-c", "masters: none"], 'masters must be "float32" or "remainder"'),
+        (["-c", "loss_scale: [1, 2]"], "off or a positive number, got [1, 2]"),
+        (["-c", "history: [run.csv]"], "history must be a file name, got ['run.csv']"),
+        (["-c", "float32_layers: [norm]"], "float32_layers must be a file name, got"),
     ],
 )
 def test_wrong_value_of_a_lora_flag_is_a_one_line_error(
