@@ -173,7 +173,7 @@ class _Search:
         self.halves: list[Run] = []
         self._model = trial.model
         self._maximum, self._margin = trial.maximum, margin
-        # Magnitudes of the values that the loss function passes to layers, to ignore.
+        # Magnitudes to ignore: of the batch, and of values that training cannot change.
         self._given: set[float] = set()
 
     def report(self, problem: str) -> Float32Search:
@@ -197,7 +197,8 @@ class _Search:
     def cover(self, call: Call) -> None:
         """Select layers in a call that exchange values near or above the maximum."""
         if call.path is None:
-            self._given = {v.magnitude for c in call.children for v in c.inputs}
+            inputs = [v for c in call.children for v in c.inputs]
+            self._given = {v.magnitude for v in inputs if not v.has_gradient}
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
         for child in call.children:
             if child not in large:
@@ -213,11 +214,11 @@ class _Search:
     def _chain_for(self, call: Call, first: int) -> str:
         """Return the layer or shortest chain that covers the large values of a call."""
         children = call.children
-        if self._is_large(children[first].inputs) and call.path is not None:
-            # The layer's own code computed the value, between calls of its children.
-            if self._share([call.path]) <= 0.5 or first == 0:
+        if self._is_large(children[first].inputs):
+            # The caller's own code computed the value, between calls of its children.
+            if call.path is not None and (self._share([call.path]) <= 0.5 or not first):
                 return call.path
-            first -= 1
+            first = max(first - 1, 0)
         readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*readers, *(i + 1 for i in makers)])

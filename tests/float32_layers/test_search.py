@@ -142,6 +142,21 @@ def test_margin_covers_values_close_to_65504():
     assert "close to 65504" in found.reasons[found.where[0]]
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e4], ids=["layer", "loss function"])
+def test_margin_covers_values_between_layers_that_the_loss_function_calls(factor):
+    model, _ = make(model=nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in "abc")))
+    for layer, gain in zip(model.layers, (1.0, 4e4 / factor, 1e-4), strict=True):
+        layer.weight = mx.eye(8, dtype=HALF) * gain
+    a, b, c = model.layers
+
+    def loss_fn(x):
+        return c(b(a(x)) * factor).astype(mx.float32).square().mean()
+
+    x = mx.ones((4, 8), HALF)
+    assert find_float32_layers(model, loss_fn, [x], margin=1.0).where == []
+    assert find_float32_layers(model, loss_fn, [x]).where == ["layers.1 to layers.2"]
+
+
 def test_values_above_65504_fit_into_bfloat16():
     model, loss_fn = make(gain=6e4, dtype=mx.bfloat16)
     found = find_float32_layers(model, loss_fn, [X.astype(mx.bfloat16)], tolerance=0.1)
