@@ -20,9 +20,9 @@ def plot_headroom(
     """Plot how close the values of each layer come to 65504, float16's maximum.
 
     If the search found layers that must compute in float32, a second panel highlights
-    them. A cross above the limit marks such a layer if its inputs and outputs fit into
-    float16. Usually, an intermediate result overflows, such as the mean of squares in a
-    norm.
+    them. A cross above the limit marks a layer that overflows inside, although its
+    inputs and outputs fit: an intermediate result, such as the mean of squares in a
+    norm, is too large.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
