@@ -6,8 +6,8 @@ from typing import Any
 from ..float32_layers import Float32Search, Row
 from .style import Figure, Output, label_powers, new_figure
 
-# Exponents of float16's largest and smallest positive numbers: the axis is linear.
-_LIMIT, _LOWEST = math.log2(65504.0), -24.0
+# The exponent of float16's smallest positive number: the axis is linear.
+_LOWEST = -24.0
 _MOST_NAMES = 40
 
 
@@ -17,7 +17,7 @@ def plot_headroom(
     *,
     dark: bool = False,
 ) -> Figure:
-    """Plot how close the values of each layer come to 65504, float16's maximum.
+    """Plot how close each layer's values come to the dtype's maximum (float16: 65504).
 
     If the search found layers that must compute in float32, a second panel highlights
     them. A cross above the limit marks a layer that overflows inside, although its
@@ -46,10 +46,11 @@ def plot_headroom(
     if not rows:
         raise ValueError(f"There is nothing to plot. {search.problem}".strip())
     lost = [i for i, row in enumerate(rows) if row.overflows_inside or row.headroom < 0]
-    titles = [f"all in float16: {len(lost)} of {len(rows)} layers overflow"]
+    dtype = "float16" if rows[0].maximum == 65504.0 else "bfloat16"
+    titles = [f"all in {dtype}: {len(lost)} of {len(rows)} layers overflow"]
     if search.where:
         share = f"{search.float16_parameters:.1%}"
-        titles += [f"with float32 layers: {share} of parameters in float16 layers"]
+        titles += [f"with float32 layers: {share} of parameters in {dtype} layers"]
     # Label all layers that overflow, and as many others as fit.
     apart = math.ceil(len(rows) / _MOST_NAMES)
     others = range(0, len(rows), apart)
@@ -66,24 +67,25 @@ def plot_headroom(
 
 
 def _draw(axes: Any, rows: list[Row], cured: bool, colors: dict[str, str]) -> None:
+    limit = math.log2(rows[0].maximum)
     powers = {i: math.log2(row.largest) for i, row in enumerate(rows) if row.largest}
     look: Any = {"color": colors["line"], "ms": 4, "label": "inputs and outputs"}
     axes.plot([*powers], [*powers.values()], "o", **look)
     inside = [i for i, row in enumerate(rows) if row.overflows_inside and not cured]
     if inside:
         look = {"color": colors["alarm"], "ms": 6, "label": "overflows inside"}
-        axes.plot(inside, [_LIMIT + 1.5] * len(inside), "X", **look)
+        axes.plot(inside, [limit + 1.5] * len(inside), "X", **look)
     in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
     for i in in_float32:
         label = "in float32" if i == in_float32[0] else ""
         axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=label)
     axes.set_xlim(-0.8, len(rows) - 0.2)
     bottom, top = axes.get_ylim()
-    axes.set_ylim(max(bottom, _LOWEST), max(top, _LIMIT) + 3)
-    axes.axhspan(_LIMIT, axes.get_ylim()[1], color=colors["lost"], lw=0, zorder=0)
-    axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
+    axes.set_ylim(max(bottom, _LOWEST), max(top, limit) + 3)
+    axes.axhspan(limit, axes.get_ylim()[1], color=colors["lost"], lw=0, zorder=0)
+    axes.axhline(limit, color=colors["alarm"], lw=1.0, zorder=1)
     place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
-    axes.text(1.005, _LIMIT, "65504", color=colors["alarm"], **place)
+    axes.text(1.005, limit, f"{rows[0].maximum:.5g}", color=colors["alarm"], **place)
     label_powers(axes.yaxis)
     axes.grid(False, axis="x")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)

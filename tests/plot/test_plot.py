@@ -124,6 +124,13 @@ def test_headroom_plot_marks_layers_that_overflow_inside():
     assert "overflows inside" not in after
 
 
+def test_headroom_plot_of_a_bfloat16_model_shows_the_limit_of_bfloat16():
+    rows = [Row("layers.0", 1e5, False, float(mx.finfo(mx.bfloat16).max))]
+    figure = plot_headroom(Float32Search([], rows=rows))
+    assert {"all in bfloat16: 0 of 1 layers overflow", "3.3895e+38"} <= {*texts(figure)}
+    assert figure.axes[0].get_ylim()[1] > 128
+
+
 def test_headroom_plot_without_float32_layers_has_one_panel_and_few_names():
     figure = plot_headroom(search(300, where=()))
     assert len(figure.axes) == 1
