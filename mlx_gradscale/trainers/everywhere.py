@@ -404,23 +404,28 @@ def _compile(
     """Compile a function; if it trains, also capture the state of the context.
 
     The function runs uncompiled until it has done a training step, because finding the
-    first scale reads values, and only this step shows that the function trains.
+    first scale reads values, and only this step shows that the function trains. But a
+    shapeless function that does not train in its first call is compiled as usual.
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}
     trained: tuple[Everywhere, _Fn] | None = None
+    # The context in which the function is such a helper, which may outlive it.
+    helps: weakref.ref[Everywhere] | None = None
 
     @wraps(fun)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        nonlocal trained
+        nonlocal trained, helps
         here = _current()
-        if here is None or shapeless:
+        if here is None or (helps and helps() is here):
             return plain(*args, **kwargs)
         if trained is None or trained[0] is not here:
             n_calls = here.calls.total()
             result = fun(*args, **kwargs)
             if here.calls.total() > n_calls:
                 trained = here, compile_step(fun, [*captured.values(), here.state])
+            elif shapeless:
+                helps = weakref.ref(here)
             return result
         here.refresh()
         result = trained[1](*args, **kwargs)

@@ -36,7 +36,9 @@ def is_as_before():
     return [getattr(owner, name) for owner, name in NAMES] == PLAIN
 
 
-def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps=6):
+def train(
+    dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps=6, **more
+):
     """Train like a third-party trainer that accepts neither optimizer nor loss."""
     mx.random.seed(3)
     model = Mlp(dtype=dtype)
@@ -51,7 +53,7 @@ def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps
         return loss
 
     if compiled:
-        step = partial(mx.compile, inputs=state, outputs=state)(step)
+        step = partial(mx.compile, inputs=state, outputs=state, **more)(step)
     losses = []
     for i in range(steps):
         losses.append(step(*batch(i, dtype=dtype)))
@@ -80,6 +82,25 @@ def test_training_in_everywhere_follows_float32_where_float16_is_nan(dtype, comp
         "AdamW: 6 steps applied, 0 skipped",
     ]
     assert is_as_before()
+
+
+@pytest.mark.compiles
+def test_shapeless_training_step_is_scaled_and_shapeless_helper_is_compiled():
+    with everywhere() as here:
+        wanted, *_ = train()
+        n_runs = []
+
+        @partial(mx.compile, shapeless=True)
+        def helper(x):
+            n_runs.append(1)
+            return mx.exp(x) * 2
+
+        found, *_ = train(shapeless=True)
+        for size in (2, 3, 4, 5):
+            helper(mx.zeros((size,)))
+    assert found == wanted
+    assert here.report()[2:] == here.report()[:2]
+    assert len(n_runs) == 2  # the first call, and one trace for all shapes
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "init_scale"])
