@@ -56,7 +56,7 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
             lines.append(f"The ranks differ in {path!r}: {', '.join(each)}.")
     if lines:
         if len(lines) > _LISTED:
-            lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more differences."]
+            lines[_LISTED:] = [f"... and {len(lines) - _LISTED} more."]
         lines.append("To copy these values from rank 0, use broadcast().")
         raise RuntimeError("\n".join(lines))
 

@@ -19,7 +19,7 @@ from .commands import run_command
 from .convert.command import LIMIT_FLAGS, read_limits
 from .files.arrays import read_shapes
 from .files.paths import read_json
-from .files.text import align, dtype_name, printable, shorten
+from .files.text import align, dtype_name, plural, printable, shorten
 from .torch_checkpoint import Limits, TensorShape, plain_value
 
 __all__ = ["describe", "main", "render"]
@@ -151,7 +151,7 @@ def _shown(value: Any) -> Any:
             return f"{type(value).__name__} of {len(value)}"
         value = str(type(value)(map(_shown, value)))
     if isinstance(value, (bytes, bytearray)):
-        return f"{len(value)} bytes"
+        return plural(len(value), "byte")
     if isinstance(value, int) and value.bit_length() > 256:
         return f"int of {value.bit_length()} bits"
     if isinstance(value, float) and math.isfinite(value):  # JSON has no inf or NaN
@@ -178,8 +178,8 @@ def render(found: dict[str, Any]) -> str:
             sizes.append(math.prod(entry["shape"]))
             value = f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
         rows.append((entry["name"], value))
-    tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
-    head = f"{found['path']}: {tensors}, {sum(sizes):,} elements"
+    numbers = f"{plural(len(sizes), 'tensor')}, {plural(sum(sizes), 'element')}"
+    head = f"{found['path']}: {numbers}"
     return "\n".join([printable(head), "", align(rows, left=2)])
 
 

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from ..core.finite import arrays, is_floating
 from ..core.scale import LARGEST_SCALE, SMALLEST_SCALE
-from ..files.text import align, percent, power
+from ..files.text import align, percent, plural, power
 from .reading import scale_of
 
 # Exponents in float16: values above 2**-25 do not round to zero, values from 2**-14 up
@@ -150,7 +150,7 @@ class GradientHistogram:
         if self.best_scale is not None:
             scales[f"at the best, {power(self.best_scale)}"] = self.best_scale
         names = [each.name for each in fields(Shares)]
-        rows = [[f"{self.size} values in float16", *names]]
+        rows = [[f"{plural(self.size, 'value')} in float16", *names]]
         for name, scale in scales.items():
             rows.append([name, *map(percent, astuple(self.at(scale)))])
         return align(rows)

@@ -27,6 +27,11 @@ def list_some(names: Iterable[str], count: int = 4) -> str:
     return ", ".join(map(shorten, names[:count])) + more
 
 
+def plural(count: int, noun: str) -> str:
+    """Format a number of things, such as ``1 step`` or ``2 steps``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
     """Format rows as a table whose first ``left`` columns are left-aligned.
 

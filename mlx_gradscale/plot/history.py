@@ -9,6 +9,7 @@ from typing import Any
 
 from ..commands import run_command
 from ..diagnostics import ScaleHistory
+from ..files.text import plural
 from .style import Figure, Output, label_powers, new_figure
 
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
@@ -92,7 +93,7 @@ def plot_history(
                 mark |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
                 axes.plot(skipped, [1.0] * len(skipped), "v", **mark)
             axes.set_ylabel(_PANELS[name])
-        panels[0].set_title(f"{len(records)} steps, {len(skipped)} skipped")
+        panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
         if skipped:
             panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0))
         panels[-1].set_xlabel("step")

@@ -31,6 +31,7 @@ from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, leaves
+from ..files.text import plural
 
 _Fn = Callable[..., Any]
 
@@ -82,7 +83,7 @@ def everywhere(
         >>> with everywhere(compute_dtype=mx.float16) as here:
         ...     train(nn.Linear(4, 1))
         >>> here.report()[-1]
-        'AdamW: 1 steps applied, 0 skipped'
+        'AdamW: 1 step applied, 0 skipped'
     """
     here = Everywhere(init_scale, compute_dtype, float32_layers, arguments)
     # If an argument is invalid, raise here and not in the trainer's first step.
@@ -131,7 +132,7 @@ class Everywhere:
         for name, scaler in self._scalers:
             good, bad = _n_applied_and_skipped(scaler)
             if name:
-                lines.append(f"{name}: {good} steps applied, {bad} skipped")
+                lines.append(f"{name}: {plural(good, 'step')} applied, {bad} skipped")
             else:
                 scale = f"loss scale {scaler.get_scale():g}"
                 lines.append(f"{scale}, {bad} of {good + bad} gradients overflowed")
@@ -282,7 +283,7 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
     """Warn if every step of an optimizer was skipped."""
     if skipped and not applied:
         warn_user(
-            f"The model was not trained: all {skipped} steps of {name} were skipped "
+            f"The model was not trained: {name} skipped every step ({skipped} in all) "
             "because of non-finite gradients. To find the cause, call "
             "mlx_gradscale.diagnostics.explain_overflow()."
         )

@@ -43,3 +43,8 @@ def test_powers_of_two_are_written_as_powers(value):
 
 def test_only_an_exact_zero_is_printed_as_zero_percent():
     assert [*map(text.percent, (0.0, 1e-7, 0.5))] == ["0", "<0.01%", "50.00%"]
+
+
+def test_one_thing_is_singular_and_other_counts_are_plural():
+    counts = [text.plural(n, "step") for n in (0, 1, 2, 1000)]
+    assert counts == ["0 steps", "1 step", "2 steps", "1,000 steps"]

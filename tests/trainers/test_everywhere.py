@@ -183,7 +183,7 @@ def test_optimizer_that_overrides_its_step_steps_once(is_update):
     with warns, everywhere() as here:
         found = step()
     assert found == step() == [[-0.5, -0.5]]
-    assert here.report() == ["HalvedSGD: 1 steps applied, 0 skipped"]
+    assert here.report() == ["HalvedSGD: 1 step applied, 0 skipped"]
 
 
 def test_gradients_beyond_the_range_of_float16_warn_on_the_first_batch():
