@@ -144,12 +144,15 @@ class Everywhere:
             if name:
                 warn_if_untrained(name, *_n_applied_and_skipped(scaler))
         if len(self.calls) == 1:
-            missing = "losses" if self.calls["steps"] else "steps"
+            found, missing = "losses", "steps"
+            remedy = "update the weights with an optimizer from mlx.optimizers"
+            if "steps" in self.calls:
+                found, missing = missing, found
+                remedy = "import value_and_grad and create the gradient function"
             warn_user(
-                f"Only the {next(iter(self.calls))} of this trainer were intercepted, "
-                f"not its {missing}, so float16 training may fail. Inside "
-                "everywhere(), import value_and_grad, create the gradient function, "
-                "and update the weights with an optimizer from mlx.optimizers."
+                f"Only the {found} of this trainer were intercepted, not its "
+                f"{missing}, so float16 training may fail. Inside everywhere(), "
+                f"{remedy}."
             )
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:

@@ -288,6 +288,15 @@ def test_everywhere_does_not_change_the_random_state_of_the_trainer():
 def test_gradient_function_created_before_the_block_warns_at_the_end():
     model, optimizer = Mlp(dtype=mx.float16), optim.SGD(0.1)
     loss_and_grad = nn.value_and_grad(model, mse(model))
-    warns = pytest.warns(UserWarning, match="Only the steps of this trainer")
+    remedy = r"\(\), import value_and_grad and create the gradient function.$"
+    warns = pytest.warns(UserWarning, match=f"Only the steps of this trainer.*{remedy}")
     with warns, everywhere():
         optimizer.update(model, loss_and_grad(*batch(dtype=mx.float16))[1])
+
+
+def test_weights_updated_without_an_optimizer_warn_at_the_end():
+    model = Mlp(dtype=mx.float16)
+    remedy = r"\(\), update the weights with an optimizer from mlx.optimizers.$"
+    warns = pytest.warns(UserWarning, match=f"Only the losses of this.*{remedy}")
+    with warns, everywhere():
+        nn.value_and_grad(model, mse(model))(*batch(dtype=mx.float16))
