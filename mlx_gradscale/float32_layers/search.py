@@ -257,7 +257,8 @@ class _Search:
             assert fault is not None, "a run with a reference has a fault"
             if fault.cause == "arguments":
                 raise NoCureFound(
-                    f"{fault.text} Normalize the argument, or pass cast_inputs=False."
+                    f"{fault.text} Normalize the argument, or pass cast_inputs=False "
+                    "to find_float32_layers and value_and_grad."
                 )
             if fault.cause == "gradients" and not fault.text:
                 raise NoCureFound(

@@ -321,7 +321,7 @@ HOPELESS = {
     "cast in the model": (cast_in_the_model, "whole model in float32 is not enough"),
     "rounding": (lambda _, loss_fn: (lambda x: 1000 + loss_fn(x), X),
         "Nothing overflows, but rounding changes the gradients", {"tolerance": 1e-5}),
-    "large input": (large_input, r"maximum of 65504 in args\[0\].*cast_inputs=False",
+    "large input": (large_input, r"maximum of 65504 in args\[0\].*=False to find_",
         {"compute_dtype": HALF}),
 }  # fmt: skip
 
