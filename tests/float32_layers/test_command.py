@@ -7,10 +7,11 @@ import mlx.nn as nn
 import pytest
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.float32_layers.command import main
+from mlx_gradscale.float32_layers.command import _parser, main
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+from mlx_lm.lora import CONFIG_DEFAULTS  # noqa: E402
 from mlx_lm.tuner.trainer import default_loss  # noqa: E402
 from support.lora_parts import make_data, make_model  # noqa: E402
 
@@ -51,6 +52,11 @@ def test_float16_command_writes_layers_that_fix_the_model(run, tmp_path, capsys,
     tokens, lengths = mx.arange(16)[None], mx.array([[0, 16]])
     (loss, _), _ = nn.value_and_grad(model, default_loss)(model, tokens, lengths)
     assert mx.isfinite(loss).item()
+
+
+def test_float16_command_trains_the_same_weights_as_mlx_lm_by_default():
+    options = _parser().parse_args(["--model", "a", "--data", "b"])
+    assert options.fine_tune_type == CONFIG_DEFAULTS["fine_tune_type"]
 
 
 def test_float16_command_writes_no_file_without_an_overflow(run, tmp_path, capsys):
