@@ -193,8 +193,10 @@ DIFFERENCES = {
     "layer": "the names, shapes or dtypes of parameters",
     "shape": "the names, shapes or dtypes of parameters",
 } | dict.fromkeys(
-    ["scale", "interval", "clipping", "norm", "rate", "schedule"]
-    + ["masters", "optimizer", "decay"],
+    [
+        *("scale", "interval", "masters", "clipping", "norm"),
+        *("optimizer", "rate", "schedule", "decay"),
+    ],
     "the settings of the optimizer or the scaler",
 )
 
