@@ -338,12 +338,13 @@ def _with_gradient(
 
 def unscale(scaled: Any, inverse: mx.array) -> Any:
     """Lazily unscale gradients that are still scaled, with references to these."""
-    sources = [x for x in leaves(scaled) if not isinstance(x, Unscaled)]
-    unscaled = [Unscaled(x) for x in _unscale(sources, inverse)]
-    for gradient, source in zip(unscaled, sources, strict=True):
-        gradient.source = source, inverse
-    new = iter(unscaled)
-    return tree_map(lambda x: x if isinstance(x, Unscaled) else next(new), scaled)
+    unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
+    for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
+        if isinstance(source, Unscaled):
+            gradient[...] = source
+        else:
+            gradient.source = source, inverse
+    return unscaled
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
