@@ -340,10 +340,9 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
     """Lazily unscale gradients that are still scaled, with references to these."""
     unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
     for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
+        gradient.source = source, inverse
         if isinstance(source, Unscaled):
-            gradient[...] = source
-        else:
-            gradient.source = source, inverse
+            gradient[...] = source  # and forget its source
     return unscaled
 
 

@@ -165,7 +165,7 @@ def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Convert the placeholder of a namespace or a numpy scalar to a dict or a number.
+    """Convert a placeholder for a namespace or numpy scalar to a dict or number.
 
     All other values are returned unchanged.
 

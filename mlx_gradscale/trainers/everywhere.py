@@ -47,15 +47,15 @@ def everywhere(
     """Add loss scaling to a trainer that creates its own optimizer and loss.
 
     Inside the context, gradients of half-precision models are computed from a scaled
-    loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
-    float32 master weights and skips non-finite steps, in all threads. On exit, the
+    loss and returned unscaled in float32, and the optimizers of these models keep
+    float32 master weights and skip non-finite steps, in all threads. On exit, the
     context restores MLX's functions. It warns if an optimizer skipped all of its steps,
     or if only the losses or only the steps of the trainer were intercepted.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
     A function that it compiles runs uncompiled until it has done a training step.
-    Instead of a model, a parameter tree may be the first argument of the loss function.
+    A parameter tree that it differentiates must be the loss function's first argument.
 
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
