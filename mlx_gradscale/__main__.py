@@ -1,4 +1,4 @@
-"""Run the commands of the package: ``mlx_gradscale COMMAND``."""
+"""The command line of the package: ``mlx_gradscale COMMAND``."""
 
 import importlib
 import sys
@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument.
 
     Args:
-        argv (list, optional): The name of the command and its arguments.
+        argv (list, optional): A command and its arguments, ``--help`` or ``--version``.
             Default: the arguments of the process.
 
     Returns:
-        int: The exit code of the command, or 2 if it is missing or unknown.
+        int: The exit code, which is 2 if the command is missing or unknown.
     """
     name, *arguments = [*(sys.argv[1:] if argv is None else argv), ""]
     if name in COMMANDS:

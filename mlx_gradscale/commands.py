@@ -17,7 +17,7 @@ def run_command(
 
     Args:
         work (Callable): Returns an exit code; None means 0.
-        expected (tuple): Exceptions to print on one line. Others propagate.
+        expected (tuple): The exceptions to print on one line.
         flags (dict, optional): Maps argument names in errors to command-line flags.
 
     Returns:

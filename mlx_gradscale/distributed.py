@@ -35,8 +35,8 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
         group (Group, optional): The ranks to compare. Default: the global group.
 
     Raises:
-        RuntimeError: If the ranks differ. The message lists the leaves that differ,
-            with the value or checksum of each rank.
+        RuntimeError: If the ranks differ. The message lists up to eight leaves that
+            differ, with each rank's value or checksum.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -81,11 +81,11 @@ def broadcast(tree: Any, group: Group | None = None) -> Any:
 def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     """Call ``load`` on rank 0 and return its result on every rank.
 
-    Only rank 0 needs access to files that ``load`` reads. If it raises, all ranks do.
+    Only rank 0 needs access to any files it reads. If ``load`` raises, all ranks raise.
 
     Args:
         load (Callable): Returns a tree (dict, list, tuple) of arrays, Python numbers,
-            strings and None. With several ranks, other types raise a ``TypeError``.
+            strings and None. With several ranks, other types raise an error.
         group (Group, optional): The ranks that take part. Default: the global group.
 
     Example:

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, correct for skipped and compiled steps."""
+"""An exponential moving average of the weights that ignores skipped steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +23,8 @@ class EMA:
 
     Args:
         model (nn.Module): The model whose weights initialize the average.
-        optimizer (Optimizer, optional): A ``LossScaleOptimizer``, which supplies the
-            master weights and whether its last step was applied. Other optimizers are
+        optimizer (Optimizer, optional): A ``LossScaleOptimizer``, whose master weights
+            are averaged and whose skipped steps do not count. Other optimizers are
             ignored. Default: ``None``.
         decay (float): The weight of the old average in an update. Default: ``0.999``.
 

@@ -1,9 +1,9 @@
 """Convert the scaler states of other frameworks.
 
-Checkpoints of Apex, DeepSpeed, Megatron and NeMo contain the states of their own
-scalers. A converted state has PyTorch's five keys, and this package's own keys
-(``hysteresis``, ``min_scale`` and so on) if they differ from the defaults. If a state
-does not contain a setting, a :class:`FormatWarning` reports the value that is assumed.
+Apex, DeepSpeed, Megatron and NeMo save the states of their own scalers. A converted
+state has PyTorch's five keys, and those of this package's own fields (``hysteresis``,
+``min_scale`` and so on) that differ from their defaults. A :class:`FormatWarning` lists
+the defaults that are assumed for missing settings.
 """
 
 import math
@@ -32,7 +32,7 @@ class Format(NamedTuple):
         required (set): The keys by which the format is recognized.
         fields (dict): Maps this package's keys to the framework's keys.
         assumed (dict): Maps this package's keys to the framework's defaults, for
-            settings that a state may not contain.
+            settings that a state may lack.
     """
 
     required: set[str]
@@ -111,7 +111,7 @@ def recognize(state: Mapping[str, Any]) -> str:
         str: A key of :data:`FORMATS`.
 
     Raises:
-        ValueError: If the state is empty, of several scalers, or of unknown format.
+        ValueError: If the state is empty, or has several scalers or an unknown format.
 
     Example:
         >>> recognize({"loss_scale": 2.0, "unskipped": 3})
@@ -156,12 +156,12 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
 
     Args:
         state (dict): The state, with Python numbers or one-element arrays.
-        format (str, optional): A key of :data:`FORMATS`. Default: the format that the
-            keys of the state identify.
+        format (str, optional): A key of :data:`FORMATS`. Default: the result of
+            :func:`recognize`.
 
     Returns:
         dict: A state for ``GradScaler.load_state_dict``, with PyTorch's five keys, and
-        this package's own fields if they differ from their defaults.
+        this package's own fields that differ from their defaults.
 
     Example:
         >>> import warnings
@@ -206,7 +206,7 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
 
 
 def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a state with string keys; take Apex's out of its dict of scalers."""
+    """Convert keys to strings, or take the state out of Apex's dict of scalers."""
     flat = {str(key): value for key, value in state.items()}
     losses = [key for key in flat if key.startswith("loss_scaler")]
     if losses and all(isinstance(flat[key], Mapping) for key in losses):

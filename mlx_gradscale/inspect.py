@@ -78,7 +78,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
     Returns:
         dict: ``path``, and ``entries`` with a dict for each value: its ``name``, and
-        either the ``shape`` and ``dtype`` of a tensor or a ``value``.
+        its ``value`` or, for a tensor, its ``shape`` and ``dtype``.
     """
     path = Path(path)
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
@@ -91,7 +91,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
 
 def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
-    """Read the files of a folder or, if it holds checkpoints, of the newest one."""
+    """Read the files in a folder or, if it holds checkpoints, in the newest one."""
     folder = path
     with suppress(FileNotFoundError):
         folder = latest_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Save and load the state of a scaler, in the format that the suffix selects."""
+"""Save and load a scaler's state, in the format that the file's suffix selects."""
 
 import gzip
 import io

@@ -183,7 +183,7 @@ class Backward:
             )
 
     def scaled(self, output: mx.array) -> Any:
-        """Multiply an output by the scale, and record when it is differentiated."""
+        """Multiply an output by the scale, and record whether it is differentiated."""
         self._check_loss_dtype(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
@@ -247,7 +247,7 @@ def differentiate(
 ) -> tuple[Any, Any]:
     """Return the output of the loss function and the gradients of the scaled loss.
 
-    The gradients are with respect to the *cast* parameters and have the same dtypes.
+    The gradients are with respect to the *cast* parameters and have their dtypes.
     If ``scale`` is None, the loss is not scaled.
     """
     places = writable_arrays(model)
@@ -279,7 +279,7 @@ def differentiate(
 def clean_up(
     places: Writes, trained: set[int], substitutes: list[mx.array] | None
 ) -> None:
-    """After a forward pass, restore a model's parameters and its non-finite buffers.
+    """After a forward pass, restore parameters, and buffers that became non-finite.
 
     ``places`` contains the model's arrays before the forward pass, and ``substitutes``
     those that replaced its parameters. If the forward pass itself assigned an array to
@@ -302,13 +302,13 @@ def clean_up(
 
 
 def writable_arrays(model: nn.Module) -> Writes:
-    """Return (container, key, array) for every array of a model outside tuples."""
+    """Return (container, key, array) for each model array that is not in a tuple."""
     found = slots(model)
     return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
 
 
 def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
-    """Return ``x`` with a backward pass that unscales its gradient and records it."""
+    """Return ``x`` with a backward pass that unscales its gradient and records this."""
     if not isinstance(x, mx.array) or not is_floating(x):
         return x
     token = object()
@@ -337,7 +337,7 @@ def _with_gradient(
 
 
 def unscale(scaled: Any, inverse: mx.array) -> Any:
-    """Lazily unscale gradients that are still scaled, with references to these."""
+    """Lazily unscale gradients that are still scaled; the results refer to them."""
     unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
     for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
         gradient.source = source, inverse
@@ -347,7 +347,7 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
-    """Unscale a tree, in place unless it contains tuples, and return the result."""
+    """Unscale and return a tree, in place unless it is an array or contains tuples."""
     tree = [gradients]  # a container even for a single array
     places, unscaled = slots(tree), unscale(tree, inverse)
     if any(isinstance(box, tuple) for _, box, _ in places):

@@ -57,8 +57,8 @@ def casts_first() -> bool:
     """Return whether to unscale half-precision gradients in a separate kernel.
 
     On a CPU, a cast inside the update kernel compiles to scalar code. In a benchmark,
-    the step took 1.55 times as long as the bare optimizer instead of 1.29 times. On a
-    GPU, a float32 copy would move 8 more bytes per parameter.
+    a step then took 1.55 times as long as the bare optimizer, instead of 1.29 times. On
+    a GPU, a float32 copy would move 8 more bytes per parameter.
     """
     return mx.default_device() == mx.Device(mx.cpu)
 
@@ -125,14 +125,14 @@ class Plan:
         commit(self.writes)
 
     def commit(self) -> Any:
-        """Commit all writes except the parameters, and return these as a tree."""
+        """Commit everything except the parameters, and return those as a tree."""
         commit(self.writes)
         parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
 
 
 class _Arrays(NamedTuple):
-    """The arrays that a step reads; those in dicts are by parameter path."""
+    """The arrays that a step reads; the dicts are keyed by parameter path."""
 
     gradients: dict[str, mx.array]
     parameters: dict[str, mx.array]
@@ -199,7 +199,7 @@ def plan(
 
 
 def _read(flag: mx.array) -> bool | None:
-    """Read a flag from the device; return None for a tracer of ``mx.compile``."""
+    """Read a flag from the device; return None for a tracer from ``mx.compile``."""
     with suppress(ValueError, RuntimeError):
         return bool(flag.item())
     return None
@@ -348,7 +348,7 @@ def _signature(state: Any) -> dict[str, str]:
 
 
 def _owner(where: tuple[Any, ...]) -> str:
-    """Return the path of the parameter that a state array belongs to, or ""."""
+    """Return the path of a state array's parameter, or "" if it has none."""
     # The states of a MultiOptimizer are in a list.
     while len(where) > 2 and where[0] == "states" and isinstance(where[1], int):
         where = where[2:]

@@ -12,7 +12,7 @@ The unit is computed from the weight by arithmetic alone; extracting its exponen
 would take three kernels instead of one. Splitting and joining a master weight has this
 error (tests try every weight):
 
-- float16: exact from 2**-16 up, at most 2**-40 below. Half an ulp of a weight x is at
+- float16: zero from 2**-16 up, at most 2**-40 below. Half an ulp of a weight x is at
   most x / 2**11 and float32 resolves x / 2**24, so 15 bits with the sign are enough.
 - bfloat16: at most one float32 ulp, usually zero, up to 2**110, where products
   overflow. Half a bfloat16 ulp is 2**15 float32 ulps, but has only 32,766 steps.
@@ -37,7 +37,7 @@ _STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
 
 
 class Joined(NamedTuple):
-    """A float32 master weight and, latest first, the arrays it is computed from."""
+    """A float32 master weight and any intermediate results of a join, latest first."""
 
     master: mx.array
     parts: tuple[mx.array, ...] = ()
@@ -92,7 +92,7 @@ def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, .
 
 
 def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-    """Return a parameter's master weight, or its own value if it has no entries."""
+    """Return a parameter's master weight, or its own value if nothing is stored."""
     if "remainders" in stored:
         return join(weight, stored["remainders"])
     value = to_float32(weight)
@@ -143,7 +143,7 @@ class Masters:
             self.state[name][path] = x
 
     def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return a half-precision parameter's entries, or raise; {} for other types."""
+        """Return the entries of a half-precision parameter, or raise; {} for others."""
         if weight.dtype not in HALF:
             return {}
         boxes = self.state.items()

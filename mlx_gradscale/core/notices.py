@@ -15,7 +15,7 @@ LOW_SCALE = 2.0**-14
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, pointing to the first line outside this package and MLX."""
+    """Warn, pointing to the nearest caller outside this package and MLX."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
         frame, level = frame.f_back, level + 1

@@ -272,8 +272,8 @@ class LossScaleOptimizer(Optimizer):
         Assigning a saved state replaces the arrays in the existing dicts, except
         ``max_grad_norm``. If you assign it before calling :meth:`init`, :meth:`init`
         checks it against the parameters. A plain optimizer's state is assigned to the
-        inner optimizer. ``{}`` frees moments and master weights, but a compiled step
-        keeps the old state. Other keys, such as "step", are the inner optimizer's.
+        inner optimizer. Assigning ``{}`` frees moments and master weights, but a
+        compiled step keeps the old state. Keys like "step" are the inner optimizer's.
         """
         # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
         # user may have replaced the inner optimizer's state.
@@ -413,7 +413,7 @@ class LossScaleOptimizer(Optimizer):
 
 
 class GuardedOptimizer(LossScaleOptimizer):
-    """Wrap an optimizer with master weights and skipped steps, but no loss scaling.
+    """Wrap an optimizer with master weights and step skipping, but no loss scaling.
 
     Use it with bfloat16, which has the range of float32 and needs no loss scaling. Get
     the gradients from ``nn.value_and_grad``. Equivalent to
@@ -439,7 +439,7 @@ class GuardedOptimizer(LossScaleOptimizer):
 
 
 class _State(dict[str, Any]):
-    """A wrapper's state, whose other keys refer to the inner optimizer's state."""
+    """A wrapper's state; keys that it lacks refer to the inner optimizer's state."""
 
     owner: Optimizer
 

@@ -1,6 +1,6 @@
 """Initialize, compile and roll back MLX's optimizers.
 
-No other file of the core uses private attributes of the optimizers that it steps. If
+No other file in the core uses private attributes of the optimizers that it steps. If
 MLX renames one, tests/core/test_structure.py fails.
 """
 
@@ -86,7 +86,7 @@ def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
 
 
 def needs_init(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is uninitialized, or lost its state while tracing."""
+    """Return whether an optimizer is uninitialized or has no per-parameter state."""
     is_empty = True
     for part in single_optimizers(optimizer):
         if not part._initialized:

@@ -69,8 +69,8 @@ class Ranks:
     def averaged(self, gradients: Any) -> Any:
         """Return the gradients averaged over the group in float32, except shards.
 
-        Each bucket waits for the previous one. Otherwise a rank that reads a value that
-        the others do not, such as the norm, could send its buckets in another order.
+        Each bucket waits for the previous one. Otherwise, if only one rank reads a
+        value such as the norm, it could send its buckets in another order.
         """
         own = {
             path: to_float32(x)

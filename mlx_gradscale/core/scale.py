@@ -154,7 +154,7 @@ def read_field(name: str, value: mx.array) -> Any:
 
 
 def check(values: dict[str, Any], scale: str = "scale") -> None:
-    """Raise if a field is invalid or contradicts another; call the scale ``scale``."""
+    """Raise if fields are invalid or conflict; ``scale`` names the scale in errors."""
     for name, value in values.items():
         _check_field(name, value, scale if name == "scale" else name)
     if not values["min_scale"] <= values["scale"] <= values["max_scale"]:

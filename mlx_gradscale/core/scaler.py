@@ -62,7 +62,7 @@ class GradScaler:
         backoff_interval (int): The number of consecutive overflows after which the
             scale backs off, as in Paddle. Cannot be combined with ``hysteresis``.
             Default: ``1``.
-        hysteresis (int): The scale backs off only from this many overflows on,
+        hysteresis (int): The scale backs off only after this many overflows,
             consecutive or not, as in Megatron and DeepSpeed. The count restarts after
             ``growth_interval`` finite steps in a row. Default: ``1``.
         dynamic (bool): If false, the scale is constant; overflowing steps are still
@@ -230,8 +230,8 @@ class GradScaler:
     def scale(self, outputs: Any) -> Any:
         """Multiply each array of a tree, usually the loss, by the scale in float32.
 
-        This is PyTorch's mode. Call it inside the differentiated function; gradients
-        then stay scaled until :meth:`unscale_` or :meth:`step`.
+        This selects PyTorch's mode. Call it inside the differentiated function;
+        gradients then stay scaled until :meth:`unscale_` or :meth:`step`.
 
         Example:
             >>> import mlx.core as mx
@@ -510,8 +510,8 @@ class GradScaler:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to a single file, atomically.
 
-        The name must end in ``.pt``, ``.json`` or ``.safetensors``, or for a compressed
-        file in ``.pt.gz`` or ``.json.gz``.
+        The name must end in ``.pt``, ``.json``, ``.safetensors``, ``.pt.gz`` or
+        ``.json.gz``.
         """
         from ..state_files import save_state
 

@@ -42,7 +42,7 @@ def walk(
 
 
 def slots(tree: Any) -> list[Slot]:
-    """List the location of every array of a tree or model."""
+    """List the location of every array in a tree or model."""
     return [slot for slot, value in walk(tree) if isinstance(value, mx.array)]
 
 
@@ -117,7 +117,7 @@ Snapshot = list[tuple[Any, Any]]
 
 
 def snapshot(*trees: Any) -> Snapshot:
-    """Record the contents of each container in the trees, for :func:`restore`."""
+    """Record the contents of each dict and list in the trees, for :func:`restore`."""
     saved: Snapshot = []
     for tree in trees:
         if isinstance(tree, (dict, list)):
