@@ -141,7 +141,7 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
-    """Parse ``NAME=NUMBER`` limits of the reader; return None if there are none."""
+    """Parse the reader's ``NAME=NUMBER`` limits; return None if there are none."""
     try:
         pairs = [text.split("=") for text in given]
         raised = {name: int(float(number)) for name, number in pairs}
@@ -280,7 +280,7 @@ def _model(place: str | None) -> Any:
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
-    """Return the mlx-lm model for a ``config.json``, without its weights.
+    """Build an mlx-lm model from its ``config.json``; load no weights.
 
     Nothing in the folder is executed: a custom ``model_file`` is refused.
     """
@@ -305,7 +305,7 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _describe(template: Template, source: Path, target: Path) -> str:
-    """Return the description of a conversion that ``--dry-run`` prints."""
+    """Return the text that ``--dry-run`` prints."""
     rows = [("PyTorch", "MLX", "layout")]
     rows += [
         (entry.torch, ", ".join(entry.mlx), entry.layout)

@@ -1,4 +1,4 @@
-"""Read and write PyTorch checkpoint files, and folders of Trainer and Accelerate."""
+"""Read and write PyTorch checkpoint files, and Trainer and Accelerate folders."""
 
 import json
 import os
@@ -41,13 +41,13 @@ _MOST_BYTES, _MOST_FILES = 2**28, 1000
 def read_torch(
     path: str | os.PathLike[str], limits: Limits | None = None
 ) -> tuple[Any, dict[str, mx.array] | None, list[str]]:
-    """Read a PyTorch checkpoint: a file, or a folder of Trainer or Accelerate.
+    """Read a PyTorch checkpoint: a file, or a Trainer or Accelerate folder.
 
     The first result is the object in the file or, for a folder, a dict that maps file
-    names to their contents. A sharded model is listed under the name of the unsharded
-    file. The second result is None for a file; for a folder, it maps the names of other
-    files (random states, arguments, tokenizers) to their bytes. The third result lists
-    notes on files that were left out.
+    names to their contents. A sharded model has the name that a single file would have.
+    The second result is None for a file; for a folder, it maps the names of other files
+    (random states, arguments, tokenizers) to their bytes. The third result lists notes
+    on files that were left out.
     """
     path = Path(path)
     # All files share one copy of the limits; the user's object does not change.
@@ -158,7 +158,7 @@ def trainer_state(checkpoint: Any) -> dict[str, Any]:
 
 
 def check_folder(path: Path, overwrite: bool, is_own: Callable[[str], object]) -> None:
-    """Raise if a folder has contents, unless they are its own and may be replaced."""
+    """Raise if a folder has contents that must not be replaced."""
     there = [file.name for file in path.iterdir()] if path.is_dir() else []
     if there and not overwrite:
         raise FileExistsError(
@@ -178,7 +178,7 @@ def write_torch(
     files: dict[str, mx.array] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint in the form that :func:`read_torch` returns.
+    """Write a checkpoint given as :func:`read_torch` returns it.
 
     If writing fails, an existing file or folder stays unchanged.
     """

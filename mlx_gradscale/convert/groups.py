@@ -41,7 +41,7 @@ class Group:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The entry of ``kind`` in ``OPTIMIZERS``."""
+        """The ``OPTIMIZERS`` entry for ``kind``."""
         return OPTIMIZERS[self.kind]
 
     def slots(self, index: Index) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Group:
         return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
-        """Return whether any of a parameter's slots is missing in the checkpoint."""
+        """Return whether the checkpoint lacks any of a parameter's slots."""
         slots = self.slots(index)
         return any(slots.get(slot) is None for slot in self.spec.slots)
 
@@ -88,7 +88,7 @@ class Group:
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a value is an optimizer's state dict; ``state`` may be missing."""
+    """Return whether a value is a nested state dict; ``state`` may be missing."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("param_groups"), list)

@@ -136,7 +136,7 @@ def try_sanitize(
 ) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
     """Call :func:`probe_sanitize`, and undo the changes that it makes to the model.
 
-    Also return the names that the model accepts afterwards: Gemma 3 removes its
+    Also return the names that the changed model accepts: Gemma 3 removes its
     ``lm_head`` if the checkpoint has none.
     """
     restore = remember(model)
@@ -174,7 +174,7 @@ def probe_sanitize(
 def _mark(mark: int, shape: Shape) -> mx.array:
     """Return an array whose elements reveal its origin and how its axes were moved.
 
-    The first element is ``mark``, and the next one on axis ``a`` is ``mark + a + 1``.
+    The first element is ``mark``, and the next along axis ``a`` is ``mark + a + 1``.
     The array is a view of a small buffer, with strides 1, 2, 3 and so on.
     """
     if 0 in shape:

@@ -27,9 +27,9 @@ class TorchRun:
     Attributes:
         optimizer (Optimizer, optional): The MLX optimizer, with PyTorch's settings and
             state. With ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``. None
-            if the checkpoint has no optimizer.
-        scaler (GradScaler, optional): The scaler, with PyTorch's state. None if the
-            checkpoint has no scaler, unless ``loss_scaling`` creates a new one.
+            if no optimizer was loaded.
+        scaler (GradScaler, optional): The scaler, with PyTorch's state. None if no
+            scaler was loaded, unless ``loss_scaling`` creates a new one.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
         notes (list): Notes on differences between PyTorch and MLX, and on entries that
@@ -55,7 +55,7 @@ def load_torch(
     """Load a PyTorch checkpoint into an MLX model and build its optimizer and scaler.
 
     Args:
-        path (str): A ``.pt`` or ``.safetensors`` file, or a checkpoint folder of
+        path (str): A ``.pt`` or ``.safetensors`` file, or a folder saved by
             Accelerate or Transformers' Trainer.
         model (nn.Module): The model to load the weights into. Its names and shapes must
             match the checkpoint's, after conversion to MLX.
@@ -146,7 +146,7 @@ def _fill(
 def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
-    """Load the saved state into an optimizer; return the trainable names."""
+    """Load the saved state; return the names of the trainable parameters."""
     flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)

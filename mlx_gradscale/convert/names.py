@@ -57,7 +57,7 @@ def bare_name(name: str) -> str:
 
 
 def from_peft(name: str) -> tuple[str, str]:
-    """Return mlx-lm's name and layout for a tensor with a name from PEFT.
+    """Return mlx-lm's name and layout for a tensor named by PEFT.
 
     PEFT stores A as (rank, in) and B as (out, rank). mlx-lm transposes both. Tensors
     that are not adapters lose PEFT's prefix and have the layout ``""`` (unknown).
@@ -185,9 +185,9 @@ _Names = Mapping[str, tuple[str, str] | None]
 def _find_names(
     shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
 ) -> tuple[_Names, dict[str, Entry], Callable[[], object]]:
-    """Find the MLX name of each tensor, and the layout if the name implies it.
+    """Find the MLX name of each tensor, and its layout if it is known.
 
-    The name is None if ``sanitize`` drops the tensor. Also return the names that the
+    A tensor that ``sanitize`` drops maps to None. Also return the names that the
     model accepts, and a function that changes the model as ``sanitize`` does.
     """
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
@@ -224,7 +224,7 @@ def _entry(
     layout: str,
     own: Mapping[str, Shape],
 ) -> Entry:
-    """Return a tensor's entry; raise if its shape is wrong or its layout unknown."""
+    """Return a tensor's entry; raise if its shape is wrong or its layout unclear."""
     layout = layout or target.layout
     entry = Entry(name, target.mlx, layout or "same")
     wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)

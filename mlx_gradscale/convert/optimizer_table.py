@@ -143,7 +143,7 @@ def recognize(
     """Return the optimizer, a key of ``OPTIMIZERS``, that a state dict belongs to.
 
     A state dict does not name the optimizer's class, so the class is inferred from the
-    keys of the groups and the state. A ``name`` given by the user is checked.
+    groups and the keys of the state. A ``name`` given by the user is checked.
     """
     held = set(slots)
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
@@ -210,7 +210,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Map a sentence about each unsupported setting that is on to its name."""
+    """Return ``{sentence: setting}`` for unsupported settings that are on."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)

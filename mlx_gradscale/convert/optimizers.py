@@ -1,4 +1,4 @@
-"""Convert optimizer state between PyTorch's parameter groups and MLX's flat tree.
+"""Convert between PyTorch's parameter groups and MLX's flat optimizer state.
 
 MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 ``<parameter>.<slot>``, each under ``states.<i>.`` for a ``MultiOptimizer``.
@@ -39,9 +39,9 @@ def plan_groups(
 ) -> list[str]:
     """Set the parameters, steps and prefixes of the groups, and return notes.
 
-    ``names`` are the PyTorch names of all parameters, group by group. Differences
-    between PyTorch and MLX raise an error unless they are in ``accept``.
-    ``trainer_step`` is the step count for optimizers that do not save one.
+    ``names`` are the PyTorch names of all parameters, group by group. Unsupported
+    settings raise an error unless they are in ``accept``. ``trainer_step`` is the
+    default for step counts that PyTorch did not save.
     """
     found: dict[str, str] = {}
     left = iter(names)
@@ -85,7 +85,7 @@ def plan_groups(
 
 
 def _set_steps(groups: Sequence[Group], default: int) -> None:
-    """Read the step count of each group; MLX has one per group, not per parameter."""
+    """Read each group's step count; MLX has one per optimizer, not per parameter."""
     known: list[dict[int, str]] = []
     for group in groups:
         steps = {e: group.slots(i).get("step") for i, e in group.entries.items()}
@@ -147,7 +147,7 @@ def to_torch(
     """Write MLX's state into PyTorch's state dicts, and return notes.
 
     ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, and ``settings`` describes
-    each MLX optimizer, as in a checkpoint of :func:`save_checkpoint`.
+    each MLX optimizer as :func:`save_checkpoint` does.
     """
     count = len(groups) if groups[0].prefix else 1
     if len(settings) != count:
@@ -211,7 +211,7 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 def _torch_slots(
     group: Group, index: Index, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
-    """Return the slots to write for a parameter, none if PyTorch's are still right."""
+    """Return a parameter's slots to write, or ``{}`` if PyTorch's are still right."""
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
     prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]

@@ -1,4 +1,4 @@
-"""Options of the conversion between PyTorch and MLX."""
+"""Options for converting between PyTorch and MLX."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from ..torch_checkpoint import Limits
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a conversion, for checkpoints that the defaults do not fit.
+    """Conversion settings, for checkpoints that the defaults do not fit.
 
-    Patterns are shell patterns (``features.*.weight``, ``*``) on PyTorch names.
+    Patterns are shell patterns (``features.*.weight``, ``*``) for PyTorch names.
 
     Args:
         rename (Callable): A function from PyTorch names to MLX names, such as
@@ -20,8 +20,7 @@ class Options:
             (in, out) in PyTorch, and ``"same"`` for tensors to leave unchanged. The
             first matching pattern applies, but layouts that need more dimensions than
             the tensor has are skipped.
-        drop (tuple): Patterns of tensors to ignore because the MLX model does not have
-            them.
+        drop (tuple): Patterns for tensors to ignore because the MLX model lacks them.
         keys (dict): Maps ``"model"``, ``"optimizer"`` and ``"scaler"`` to their paths
             in the checkpoint, such as ``"optimizer_states/0"``. Separate the paths of
             several optimizers with commas. ``""`` omits the optimizer or the scaler.

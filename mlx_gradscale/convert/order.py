@@ -36,8 +36,8 @@ class Order:
     ) -> tuple[list[str], list[str]]:
         """Return the PyTorch name of each parameter, group by group.
 
-        If ``is_ordered`` is False, the tensors are not in PyTorch's order, and the
-        order of the MLX model is used instead. The second result lists notes on
+        Names not given or saved are inferred from the tensors' order or, if
+        ``is_ordered`` is False, from the MLX model's. The second result lists notes on
         parameters whose order cannot be checked by shape.
         """
         names: Sequence[str] | None = options.names

@@ -135,7 +135,7 @@ def gather(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
 ) -> Checkpoint:
-    """Return a run in memory in the form that :func:`unwrap` gives to a saved one."""
+    """Return a live run in the form that :func:`unwrap` returns."""
     weights, state = dict(tree_flatten(model.parameters())), {}
     settings: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
@@ -158,7 +158,7 @@ def gather(
 def unwrap(saved: Checkpoint) -> Checkpoint:
     """Return a checkpoint with master weights in place of half-precision ones.
 
-    The state and settings are the inner optimizer's, or empty if there is none.
+    For a wrapped optimizer, the state and settings are the inner optimizer's.
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
@@ -276,9 +276,9 @@ def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
 def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
-    ``train(resume_from_checkpoint=...)`` uses them to skip training data. They change
-    only if the template's ``global_step`` equals its optimizer's step count. The
-    two differ after skipped steps, or if the user has set ``global_step``.
+    ``train(resume_from_checkpoint=...)`` resumes from them. They change only if the
+    template's ``global_step`` equals its optimizer's step count. The two differ after
+    skipped steps, or if the user has set ``global_step``.
     """
     state = trainer_state(checkpoint)
     was = state.get("global_step")

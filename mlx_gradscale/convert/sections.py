@@ -1,4 +1,4 @@
-"""Find the model, the optimizers and the scaler, at most four levels deep."""
+"""Find a checkpoint's model, optimizers and scaler up to four levels deep."""
 
 import re
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ _DEEPEST = 4
 
 @dataclass
 class Sections:
-    """The paths of a checkpoint's model, optimizers and scaler, and notes on others."""
+    """Paths of a checkpoint's model, optimizers and scaler, and notes on the rest."""
 
     model: Path
     optimizers: list[Path]

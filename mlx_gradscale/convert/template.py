@@ -210,7 +210,7 @@ def make_template(
 
 
 def to_object(template: Template) -> dict[str, Any]:
-    """Return a template as plain values, for ``torch_checkpoint.save``."""
+    """Return a template as an object for ``torch_checkpoint.save``."""
     options, plan = template.options, template.plan
     return {
         _VERSION: 1,
@@ -270,7 +270,7 @@ def build_optimizer(
             wrote, or its ``template.pt``.
         learning_rate (float, Callable or list, optional): As for
             :func:`~mlx_gradscale.convert.load_torch`.
-        limits (Limits, optional): Limits on the memory and work of reading a file.
+        limits (Limits, optional): Limits on memory and work.
 
     Returns:
         Optimizer: The optimizer, without its state. To restore the state, call

@@ -26,7 +26,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Convert a one-element array or a numpy scalar to a number; keep other values."""
+    """Convert one-element arrays to numbers; apply ``plain_value`` to other values."""
     if isinstance(value, mx.array):
         return value.item() if value.size == 1 else value
     return plain_value(value)

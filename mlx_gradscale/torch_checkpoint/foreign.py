@@ -100,13 +100,13 @@ class DefaultDict(dict[Any, Any]):
 
 
 class TorchTensor(mx.array):
-    """An array with PyTorch's flags ``requires_grad`` and ``is_parameter``.
+    """An array with the flags ``requires_grad`` and ``is_parameter``.
 
     It shares memory with ``array``. Results of arithmetic are plain arrays.
 
     Args:
         array (mx.array): The values.
-        requires_grad (bool): PyTorch's attribute of this name.
+        requires_grad (bool): As in PyTorch.
         is_parameter (bool): Whether it is a ``torch.nn.Parameter``.
     """
 
@@ -123,12 +123,12 @@ class TorchTensor(mx.array):
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor's shape, dtype and flags, which replace it in templates and ``shapes``.
+    """The shape, dtype and flags of a tensor, without its data.
 
     Args:
         shape (tuple): The shape.
         dtype (str): PyTorch's name for the dtype, such as ``"float16"``.
-        requires_grad (bool): PyTorch's attribute of this name.
+        requires_grad (bool): As in PyTorch.
         is_parameter (bool): Whether it is a ``torch.nn.Parameter``.
     """
 
@@ -156,7 +156,7 @@ def dtype_name(array: Any) -> str:
 
 
 def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    """Return a tensor or ``TensorShape`` with these flags, as is if both are False."""
+    """Return a tensor or ``TensorShape`` with flags, unchanged if both are False."""
     if not requires_grad and not is_parameter:
         return tensor
     if isinstance(tensor, TensorShape):
@@ -165,9 +165,9 @@ def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a placeholder for a namespace or numpy scalar to a dict or number.
+    """Convert placeholders: a namespace to a dict, and a numpy scalar to a number.
 
-    All other values are returned unchanged.
+    Other values are returned unchanged.
 
     Example:
 

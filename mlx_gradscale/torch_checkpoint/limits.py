@@ -14,7 +14,7 @@ class CheckpointError(ValueError):
 class Limits:
     """Limits on the work and memory that reading may take.
 
-    Every file that is read with this object uses up a part of it. To limit several
+    Every file that is read with this object uses up part of it. To limit several
     files together, pass the same object to all calls; to limit each file separately,
     create a new object for each. The defaults allow about 90,000 tensors or a million
     other values; raise them for a larger checkpoint that you trust.
@@ -23,8 +23,8 @@ class Limits:
         operations (int): The maximum number of operations. Each pickle instruction
             counts as one, and each value in the result as eight each time it appears.
             The size of the pickle (one operation per 8 bytes), objects, copies and hash
-            collisions count as well. An operation takes about 1 microsecond and at most
-            100 bytes of memory; a tensor costs about 110. Default: ``10_000_000``.
+            collisions count as well. A tensor costs about 110 operations. An operation
+            takes about 1 microsecond and at most 100 bytes. Default: ``10_000_000``.
         tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
             four times the size of the files. Only a file with many overlapping views,
             or views that repeat elements, can exceed this. Default: ``2**29``.

@@ -31,14 +31,14 @@ def load(
     """Read a ``torch.save`` file without PyTorch and without executing its contents.
 
     Each tensor becomes an ``mx.array``. Tensors that share a storage share memory, and
-    a tensor that appears twice becomes the same array. A ``Parameter``, or a tensor
+    a tensor that appears twice becomes one array. A ``Parameter``, or a tensor
     with ``requires_grad``, becomes a ``TorchTensor``; other tensor attributes are
     dropped. Dtypes, devices and objects of other classes become a ``Placeholder``.
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file. Do not
             truncate the file while it is read.
-        limits (Limits, optional): Limits on the memory and work of reading.
+        limits (Limits, optional): Limits on memory and work.
         float64 (Dtype, optional): The dtype to convert float64 tensors to. MLX supports
             float64 only on the CPU, so such tensors are an error by default.
             ``mx.float32`` rounds them, and ``mx.float64`` keeps them. complex128
@@ -68,7 +68,7 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file.
-        limits (Limits, optional): Limits on the memory and work of reading.
+        limits (Limits, optional): Limits on memory and work.
 
     Example:
 

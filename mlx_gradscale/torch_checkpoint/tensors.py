@@ -82,7 +82,7 @@ class TensorReader:
     Args:
         data (memoryview): The contents of the file.
         descriptor (int or None): The descriptor of the file, if there is one.
-        limits (Limits): Limits on the memory and work of reading.
+        limits (Limits): Limits on memory and work.
         float64 (Dtype or None): The dtype to convert float64 to. None raises an error.
         only_shapes (bool): Whether to build shapes instead of arrays.
     """

@@ -1,8 +1,8 @@
 """A restricted pickle interpreter for plain values, tensors and placeholders.
 
 It executes the instructions used by PyTorch's pickles (protocols 2 to 5) and raises
-``CheckpointError`` for all others. The standard library's disassembler decodes their
-arguments, except for GLOBAL. Python's unpickler is not used, nothing is imported, and a
+``CheckpointError`` for all others. The standard library's disassembler decodes the
+arguments, except GLOBAL's. Python's unpickler is not used, nothing is imported, and a
 pickle can call only the functions in ``BUILDERS``; any other call is recorded in a
 ``Placeholder`` instead of being executed.
 """

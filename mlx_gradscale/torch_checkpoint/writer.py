@@ -46,8 +46,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Raises:
         TypeError: If ``obj`` contains a value of another type. The message says where.
-        CheckpointError: If ``obj`` contains itself, or if it is too deep or contains an
-            integer that is too long for ``load``.
+        CheckpointError: If ``obj`` contains itself, is too deep, or contains an integer
+            that is too long for ``load``.
 
     Example:
 
@@ -177,7 +177,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         return "storage", name, obj.key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the call to rebuild an object, or NotImplemented for the usual one."""
+        """Return the call that rebuilds an object, or NotImplemented by default."""
         kind = type(obj)
         if kind is TensorShape:
             return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
