@@ -11,7 +11,7 @@ A folder cannot replace another atomically, so a save never replaces anything: i
 a hidden folder, renames it to the next free number, and then removes old checkpoints.
 The newest checkpoint is complete even if a process is killed, a damaged checkpoint does
 not prevent the next save, and simultaneous writers get different numbers. A single file
-could be replaced atomically, but mlx-lm loads only files without other arrays.
+could be replaced atomically, but mlx-lm could not load its weights.
 """
 
 import errno

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the memory order of the axes, outermost first, of non-row-major arrays.
+    """Return each non-row-major array's axes in memory order, outermost first.
 
     Example:
         >>> x = mx.zeros((2, 3))

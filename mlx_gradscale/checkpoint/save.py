@@ -1,4 +1,4 @@
-"""``save_checkpoint``: save the state that a run needs to resume, atomically."""
+"""``save_checkpoint``: atomically save the state that a run needs to resume."""
 
 import os
 from pathlib import Path
@@ -63,7 +63,7 @@ def save_checkpoint(
     Args:
         path (str): The folder of the run. It is created if necessary.
         model (nn.Module): The model, saved with its buffers.
-        optimizer (Optimizer): Any optimizer, or a ``LossScaleOptimizer``.
+        optimizer (Optimizer): The optimizer.
         scaler (GradScaler, optional): The scaler of the training loop. Omit it for a
             ``LossScaleOptimizer``, whose scaler is always saved.
         keep (int): How many checkpoints to keep in ``path``. Default: ``1``.

@@ -40,7 +40,7 @@ def calibrate(
     function runs the batch about six times, so call it before training.
 
     Args:
-        source (GradScaler or LossScaleOptimizer): The scaler whose scale to set.
+        source (GradScaler or LossScaleOptimizer): The scaler or its optimizer.
         model (nn.Module): The model.
         loss_fn (Callable): As for ``value_and_grad``.
         *batch (Any): The arguments of ``loss_fn``.

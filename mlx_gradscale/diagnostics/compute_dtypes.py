@@ -21,11 +21,11 @@ from ..float32_layers.trial import Trial
 
 @dataclass(frozen=True)
 class LayerDtypes:
-    """The dtypes in one call of a layer.
+    """The dtypes in one call to a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer. For a model that is
-            an argument of the loss function, the argument follows in parentheses.
+        model (str): The class of the model that contains the layer. For another model
+            passed to the loss function, the argument follows in parentheses.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The dtype of the layer's own half-precision
             parameters; None if it has none.
@@ -45,8 +45,8 @@ class DtypeReport:
     """The result of :func:`compute_dtypes`; print it for a table.
 
     Attributes:
-        layers (tuple): One entry per layer call, in the order in which calls return.
-            Float32 layers are left out.
+        layers (tuple): The layer calls, in order of return. Layers selected with
+            ``float32_layers`` are left out.
         half_statistics (tuple): The BatchNorm layers with running statistics in half
             precision.
     """

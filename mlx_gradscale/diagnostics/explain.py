@@ -51,17 +51,16 @@ class OverflowReport:
     Attributes:
         cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",
             "gradients" or "derivative".
-        layer (str or None): The path of the layer that computed the first non-finite
-            value. "" means the model itself; None means the loss function or no layer.
+        layer (str or None): The path of the layer that computed or owns the first
+            non-finite value. "" is the model, and None the loss function or no layer.
         where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
         scale (float): The loss scale passed to :func:`explain_overflow`, or 1.0.
         leaves (list): The non-finite leaves of the batch, the parameters or the
-            gradients. The path ``args[1].mask``, for example, is a leaf of the second
+            gradients. In a path such as ``args[1].mask``, ``args[1]`` is the second
             argument of the loss function.
-        cure (list or None): The layers to compute in float32, in the format of
-            ``float32_layers``, verified on this batch. None if no layers help or are
-            needed.
+        cure (list or None): The layers to pass to ``float32_layers``, verified on this
+            batch. None if no layers help or are needed.
     """
 
     cause: str

@@ -33,7 +33,7 @@ _LANES = 64
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of gradients in each range of float16 at one loss scale.
+    """The share of gradients in each range of float16 at one loss scale.
 
     Attributes:
         zero (float): Zero before the cast.
@@ -90,7 +90,7 @@ class GradientHistogram:
         """Return the number of magnitudes in [2**p, 2**(p + 1)), as ``{p: count}``.
 
         Magnitudes are rounded to float16's 11 bits, so every value that overflows has
-        a power of at least 16. Subnormals of float32 count as 2**-127 before scaling.
+        a power of at least 16. Float32 subnormals count as 2**-127 before rescaling.
 
         Args:
             scale (float): The loss scale. Its ratio to :attr:`scale` is rounded to a
@@ -166,7 +166,7 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     compute the gradients of one batch in float32.
 
     Args:
-        grads (Any): A tree of arrays; leaves that are not floating-point are ignored.
+        grads (Any): A tree of arrays; integer and boolean leaves are ignored.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale by which
             ``grads`` are multiplied. Default: ``1.0``, for unscaled gradients.
 

@@ -46,8 +46,8 @@ class ScaleHistory:
 
     Args:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
-            numbering continues after its last step, but its records are read only by
-            :meth:`load`. To resume from an earlier step, pass ``step`` to
+            numbering continues after its last step, but only :meth:`load` returns
+            its records. To resume from an earlier step, pass ``step`` to
             :meth:`record`; :meth:`load` then drops the older records from there on.
             Only one process may write to a file. Default: ``None``.
         every (int): The number of steps between reads from the device. Default: ``50``.
@@ -85,7 +85,7 @@ class ScaleHistory:
         grad_norm: mx.array | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Record one step without waiting for the device.
+        """Record one step.
 
         Call this method after the ``update()`` of the scaler or optimizer.
 

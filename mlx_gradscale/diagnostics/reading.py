@@ -22,7 +22,7 @@ def scale_array(scaler: Any) -> mx.array:
 
 
 def scale_of(source: Any) -> float:
-    """Return the loss scale of a number, a scaler or an optimizer as a float."""
+    """Read the loss scale from a number, a scaler or an optimizer."""
     if not isinstance(source, (int, float, mx.array)):
         source = scale_array(scaler_of(source, "a Python number, "))
     scale = float(source)

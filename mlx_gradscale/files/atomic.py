@@ -2,8 +2,8 @@
 
 A writer fills a hidden folder next to the target, then renames this folder, or the file
 in it, to the target. Meanwhile, it holds a shared lock on the parent folder; the system
-releases the lock if the process is killed. If a writer can get an exclusive lock, no
-other one is active, and it removes all hidden folders as leftovers.
+releases the lock if the process is killed. If a writer gets an exclusive lock, no
+other writer is active, so it removes all hidden folders as leftovers.
 """
 
 import fcntl
@@ -41,8 +41,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder that replaces ``path`` at the end of the block.
 
-    A rename cannot replace a folder that has contents, so the old folder is first
-    renamed to ``NAME.old-...``, then removed. An incomplete folder is never visible.
+    A rename cannot replace a folder with contents, so the old folder is renamed to
+    ``NAME.old-...`` first and removed last. An incomplete folder is never visible.
     """
     target = Path(os.path.realpath(path))
     is_used = target.exists() and any(target.iterdir())

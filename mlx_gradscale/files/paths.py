@@ -21,7 +21,7 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file like ``open_file``, but refuse symbolic links."""
+    """Like ``open_file``, but refuse symbolic links."""
     if os.path.islink(path):
         raise OSError(
             f"{os.fspath(path)} is a symbolic link, which is not followed because it "

@@ -49,7 +49,7 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
 
 
 def power(value: float) -> str:
-    """Format a power of two as ``2^16``, and other numbers to four significant digits.
+    """Format powers of two like ``2^16``, other numbers to four significant digits.
 
     Zero, negative and non-finite numbers are formatted with ``str``.
     """

@@ -1,4 +1,4 @@
-"""List the modules of a model, and intercept their calls.
+"""List a model's modules, and intercept calls to them.
 
 An intercepted call goes through handlers, which implement float32 layers, measurements
 and dtype reports. Python looks up ``__call__`` on the type, so each intercepted module

@@ -74,7 +74,7 @@ def upcast(value: Any) -> Any:
 
 
 def downcast(dtype: mx.Dtype, outputs: Any) -> Any:
-    """Cast the float32 arrays among the outputs of a call to ``dtype``."""
+    """Cast the float32 arrays in a call's outputs to ``dtype``."""
 
     def cast(x: Any) -> Any:
         is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32

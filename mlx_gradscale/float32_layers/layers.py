@@ -75,9 +75,9 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     float32 model, these layers have an effect only if you train with ``compute_dtype``:
     their parameters then stay in float32.
 
-    Each call replaces the selection made by earlier calls, and
-    ``float32_layers(model, [])`` restores the original model. If you change the layers
-    after compiling a step, compile the step again.
+    Each call replaces the selection from earlier calls, and
+    ``float32_layers(model, [])`` restores the original model. If you change the
+    selection after compiling a step, compile the step again.
 
     If a value too large for float16 passes from layer to layer, as in a residual
     stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` selects
@@ -95,8 +95,8 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
         where (str, list, Callable or Path): A path such as ``"layers.3.mlp"``, a glob
             such as ``"*.mlp"``, a chain as above, or a list of these; a function that
             receives a path and a module and returns whether to select the module; the
-            result of :func:`find_float32_layers`; or the ``.json`` file that contains
-            the result.
+            result of :func:`find_float32_layers`; or a ``.json`` file that contains
+            this result.
 
     Returns:
         list: The paths of the selected modules.

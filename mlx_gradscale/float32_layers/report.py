@@ -29,9 +29,9 @@ class Row:
         largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether this is a float32 layer, or inside one.
         maximum (float): The largest finite number of the dtype: 65504 for float16.
-        overflows_inside (bool): Whether the layer was selected, and not just because of
-            ``margin``, although its inputs and outputs fit. Usually, an intermediate
-            result overflows.
+        overflows_inside (bool): Whether the inputs and outputs fit, but the layer was
+            selected for a reason other than ``margin``. Usually, an intermediate result
+            overflows.
     """
 
     layer: str
@@ -51,8 +51,8 @@ class Float32Search:
     """The result of :func:`find_float32_layers`; print it for a summary.
 
     Attributes:
-        where (list): The layers, in the format of ``float32_layers``. You can also pass
-            this object itself to ``float32_layers``.
+        where (list): The layers to pass to ``float32_layers``. You can also pass this
+            object itself.
         reasons (dict): The reason for each entry of ``where``.
         rows (list): A :class:`Row` for every called layer, in order of computation.
         problem (str): Why no layers help; "" if ``where`` was verified to work.

@@ -1,4 +1,4 @@
-"""Find the layers that must compute in float32 for a model to train in float16."""
+"""Find the layers of a half-precision model that must compute in float32."""
 
 import logging
 import math
@@ -45,8 +45,8 @@ def find_float32_layers(
     Every batch runs forward and backward in float32 and in half precision. If a value
     between layers comes within a factor of ``margin`` of the dtype's maximum, 65504 for
     float16, the search selects all layers from the one that computes this value to the
-    last one that reads it. The search also selects layers that compute a non-finite
-    value or one far from float32. Finally, the loss and gradients must match float32.
+    last one that reads it. The search also selects layers whose values are non-finite
+    or too far from float32. Finally, the loss and gradients must match float32.
 
     The search does not change the model. Pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
@@ -198,7 +198,7 @@ class _Search:
     # Large values between layers, as measured in the float32 run.
 
     def cover(self, call: Call) -> None:
-        """Select layers in a call that exchange values near or above the maximum."""
+        """Select a call's layers that exchange values near or above the maximum."""
         if call.path is None:
             inputs = [v for c in call.children for v in c.inputs]
             self._given = {v.magnitude for v in inputs if not v.has_gradient}

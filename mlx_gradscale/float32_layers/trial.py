@@ -30,7 +30,7 @@ class Value:
     """Statistics of a layer's input or output, or of an unscaled gradient.
 
     Attributes:
-        path (str): The path of the layer, or of the parameter for its gradient.
+        path (str): The path of the layer, or of the parameter.
         caller (str or None): The layer that made the call or owns the parameter; None
             for the loss function.
         side (str): "input", "output", "input gradient", "output gradient" or "parameter
@@ -110,7 +110,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer, or of the loss function if ``path`` is None."""
+    """One call to a layer, or to the loss function if ``path`` is None."""
 
     path: str | None
     inputs: list[Value] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Run:
     Attributes:
         values (dict): All values in the order of computation, with keys that are the
             same in every run.
-        loss_call (Call): The call of the loss function, which contains all other calls.
+        loss_call (Call): The call to the loss function, which contains all other calls.
         reference (Run or None): The float32 run to compare with, if any.
     """
 
@@ -236,9 +236,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model, a loss and one batch, with options of ``GradScaler.value_and_grad``.
+    """A model, a loss and one batch, with options for ``GradScaler.value_and_grad``.
 
-    If ``reference`` is a run in float32, all values are compared with that run, and the
+    If ``reference`` is a float32 run, all values are compared with that run, and the
     relative difference of the loss may be at most ``tolerance``.
     """
 

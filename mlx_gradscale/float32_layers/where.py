@@ -21,7 +21,7 @@ FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 
 @dataclass(frozen=True)
 class Chain:
-    """One layer, or several that pass float32 to each other, and the entry for them."""
+    """One layer, or several that pass float32 to each other, and an entry for them."""
 
     entry: str
     paths: list[str]
@@ -30,7 +30,7 @@ class Chain:
 
 
 def resolve(model: nn.Module, where: Any) -> list[Chain]:
-    """Return the layers that ``where`` selects, without layers inside selected ones.
+    """Return the layers that ``where`` selects, except those nested in others.
 
     Raises:
         ValueError: If an entry matches no module, or a module without ``__call__``.

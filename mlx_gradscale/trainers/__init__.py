@@ -1,1 +1,1 @@
-"""Add loss scaling to trainers that have their own training loop, such as mlx-lm."""
+"""Add loss scaling to trainers with their own training loop, such as mlx-lm's."""

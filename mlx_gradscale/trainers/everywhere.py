@@ -49,13 +49,13 @@ def everywhere(
     Inside the context, gradients of half-precision models are computed from a scaled
     loss and returned unscaled in float32, and the optimizers of these models keep
     float32 master weights and skip non-finite steps, in all threads. On exit, the
-    context restores MLX's functions. It warns if an optimizer skipped all of its steps,
-    or if only the losses or only the steps of the trainer were intercepted.
+    context restores MLX's functions. It warns if an optimizer skipped all its steps,
+    and if only the trainer's losses or only its steps were intercepted.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
-    A function that it compiles runs uncompiled until it has done a training step.
-    A parameter tree that it differentiates must be the loss function's first argument.
+    A function passed to ``mx.compile`` may run uncompiled until it has done a training
+    step. A parameter tree to differentiate must be the loss function's first argument.
 
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
@@ -139,7 +139,7 @@ class Everywhere:
         return lines
 
     def warn_at_end(self) -> None:
-        """Warn if nothing was trained, or if losses or steps were not intercepted."""
+        """Issue the warnings that :func:`everywhere` describes."""
         for name, scaler in self._scalers:
             if name:
                 warn_if_untrained(name, *_n_applied_and_skipped(scaler))
@@ -200,7 +200,7 @@ class Everywhere:
         return new
 
     def _find(self, owner: Any, make: _Fn) -> Any:
-        """Find or create the scaler of a model or the guard of an optimizer."""
+        """Return the scaler or guard of ``owner``, creating it if necessary."""
         is_step = isinstance(owner, Optimizer)
         self.calls["steps" if is_step else "losses"] += 1
         for known, part in self._parts:
@@ -217,7 +217,7 @@ class Everywhere:
     def refresh(self) -> None:
         """Update the list of states that compiled functions capture, and evaluate it.
 
-        The trainer does not evaluate these states, so their graph would keep growing.
+        The trainer does not evaluate them, so their graph would otherwise grow.
         """
         self._parts = [(x, part) for x, part in self._parts if x() is not None]
         self.state[:] = [part.state for _, part in self._parts]
@@ -309,7 +309,7 @@ _entered: list[Everywhere] = []
 
 
 def _current() -> Everywhere | None:
-    """Return the active context; None if there is none or an internal module calls."""
+    """Return the active context; None if there is none or the caller is internal."""
     frame = sys._getframe(1) if _entered else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_INTERNAL):

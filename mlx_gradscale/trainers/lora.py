@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         int: 0 on success; 1 after an error in this package, which is printed on one
-        line; 130 after Ctrl-C. Errors in mlx-lm propagate, and invalid arguments exit
+        line; 130 after Ctrl-C. Errors in mlx-lm propagate, and usage errors exit
         with 2.
     """
     return run_command(lambda: _fine_tune(argv))
