@@ -33,8 +33,6 @@ class ScaleRecord:
 
 
 _HEADER = ",".join(field.name for field in fields(ScaleRecord))
-# About two million steps. Short lines take 20 times as much memory when parsed.
-_LONGEST = 2**27
 
 
 class ScaleHistory:
@@ -183,10 +181,7 @@ class ScaleHistory:
 
 def _read(path: Path) -> bytes:
     with open(path, "rb", opener=open_file) as file:
-        data = file.read(_LONGEST + 1)
-    if len(data) > _LONGEST:
-        raise ValueError(f"{path} is longer than {_LONGEST:,} bytes. Use a new file.")
-    return data
+        return file.read()
 
 
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:

@@ -1,7 +1,6 @@
 """Histories read nothing per step, and append to files that survive a crash."""
 
 import json
-import os
 from functools import partial
 
 import mlx.core as mx
@@ -179,15 +178,6 @@ def test_file_that_is_no_history_is_refused_and_unchanged(tmp_path, name, conten
         with pytest.raises(ValueError, match=r"is not a history file \(line \d is "):
             use(path)
     assert path.read_text() == content
-
-
-def test_history_of_more_than_128_mib_is_refused(tmp_path):
-    path = tmp_path / "run.csv"
-    path.touch()
-    os.truncate(path, 2**28)  # takes no space on disk
-    for use in (ScaleHistory, ScaleHistory.load):
-        with pytest.raises(ValueError, match=r"run.csv is longer than 134,217,728 byt"):
-            use(path)
 
 
 def test_history_refuses_wrong_suffixes_optimizers_and_losses(tmp_path):
