@@ -171,8 +171,6 @@ class _Search:
         self.reasons: dict[str, str] = {}
         self.references: list[Run] = []
         self.halves: list[Run] = []
-        # Entries of reasons whose values are close to the maximum, but fit.
-        self._close: set[str] = set()
         self._model = trial.model
         self._maximum, self._margin = trial.maximum, margin
         # Magnitudes to ignore: of the batch, and of values that training cannot change.
@@ -185,10 +183,9 @@ class _Search:
         largest: dict[str, float] = {}
         for x in (x for run in self.references for x in run.forward):
             largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
-        limit, lost = self._maximum, {*where} - self._close
         rows = [
-            Row(p, size, is_inside(p, *inside), limit, p in lost and size <= limit)
-            for p, size in largest.items()
+            Row(path, size, is_inside(path, *inside), self._maximum, path in where)
+            for path, size in largest.items()
         ]
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
@@ -212,8 +209,6 @@ class _Search:
         entry = self._chain_for(call, call.children.index(large[0]))
         largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
         above = "above" if largest > self._maximum else "close to"
-        if largest <= self._maximum:
-            self._close.add(entry)
         self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
 
     def _chain_for(self, call: Call, first: int) -> str:

@@ -115,7 +115,7 @@ def test_headroom_plot_shows_the_limit_before_and_after_float32_layers():
 
 
 def test_headroom_plot_marks_layers_that_overflow_inside():
-    figure = plot_headroom(search(largest=3.0, overflows_inside=True))
+    figure = plot_headroom(search(largest=3.0, is_selected=True))
     assert "all in float16: 1 of 5 layers overflow" in texts(figure)
     before, after = ({x.get_label(): x for x in a.lines} for a in figure.axes)
     mark = before["overflows inside"]
