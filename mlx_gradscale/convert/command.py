@@ -16,10 +16,8 @@ from mlx.optimizers import Optimizer
 from .. import torch_checkpoint
 from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import run_command
-from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
-from .folder import check_folder
 from .layouts import AXES
 from .load import load_torch
 from .names import is_adapter
@@ -34,8 +32,6 @@ _EXPECTED = (
     *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
     *(ArithmeticError, MemoryError),
 )
-# Names of the entries in an MLX checkpoint folder, and of a killed writer's leftovers.
-_OWN = re.compile(rf"save-\d{{6,}}|{re.escape(TEMPLATE)}|\.mlx_gradscale-\w+\.tmp")
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
 # Argument names in the reader's errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
@@ -195,7 +191,8 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     path = arguments.mlx_path
     if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
-    check_folder(path, arguments.overwrite, _OWN.fullmatch)
+    if path.exists() and any(path.iterdir()) and not arguments.overwrite:
+        raise FileExistsError(f"{path} is not empty. Pass --overwrite to replace it.")
     model = _model(arguments.model)
     run = load_torch(arguments.torch_path, model, _options(arguments))
     template, notes = run.template, run.notes
@@ -215,10 +212,19 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         # The PyTorch checkpoint has no base model, so save only the adapters.
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_folder(path) as folder:  # so that the template is always of this run
-        save_checkpoint(folder, model, optimizer, run.scaler, **extra)
-        torch_checkpoint.save(folder / TEMPLATE, to_object(template))
+    # Set the old template aside first. If the process is killed before it writes the
+    # new one, a later conversion fails instead of using the template of another run.
+    file, old = path / TEMPLATE, path / f"{TEMPLATE}.old"
+    if file.exists():
+        file.replace(old)
+    try:
+        save_checkpoint(path, model, optimizer, run.scaler, **extra)
+    except BaseException:
+        if old.exists():
+            old.replace(file)
+        raise
+    torch_checkpoint.save(file, to_object(template))
+    old.unlink(missing_ok=True)
     how = "The run has no optimizer. The weights are in save-*/model.safetensors."
     if run.optimizer is not None:
         how = (

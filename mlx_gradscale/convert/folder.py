@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,21 +156,6 @@ def trainer_state(checkpoint: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def check_folder(path: Path, overwrite: bool, is_own: Callable[[str], object]) -> None:
-    """Raise if a folder has contents that must not be replaced."""
-    there = [file.name for file in path.iterdir()] if path.is_dir() else []
-    if there and not overwrite:
-        raise FileExistsError(
-            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
-        )
-    spare = [name for name in there if not (is_own(name) or name == ".DS_Store")]
-    if spare:
-        raise FileExistsError(
-            f"{path} contains other files, which would be lost: {list_some(spare)}. "
-            "Use another folder."
-        )
-
-
 def write_torch(
     path: str | os.PathLike[str],
     checkpoint: Any,
@@ -195,7 +179,18 @@ def write_torch(
                 f"The template refers to {name!r}, which is not the name of a file in "
                 "a PyTorch checkpoint folder. Use another template."
             )
-    check_folder(path, overwrite, {*checkpoint, *files}.__contains__)
+    there = [file.name for file in path.iterdir()] if path.is_dir() else []
+    if there and not overwrite:
+        raise FileExistsError(
+            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
+        )
+    names = {*checkpoint, *files}
+    spare = [name for name in there if name not in {*names, ".DS_Store"}]
+    if spare:
+        raise FileExistsError(
+            f"{path} contains files that are not part of this checkpoint: "
+            f"{list_some(spare)}. Use another folder."
+        )
     with atomic_folder(path) as folder:
         for name, content in checkpoint.items():
             _write_file(folder / name, content)

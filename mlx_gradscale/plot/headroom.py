@@ -20,9 +20,8 @@ def plot_headroom(
     """Plot how close each layer's values come to the dtype's maximum (float16: 65504).
 
     If the search found layers that must compute in float32, a second panel highlights
-    them. A cross above the limit marks such a layer if its inputs and outputs fit into
-    the dtype. Usually, an intermediate result overflows, such as the mean of squares in a
-    norm.
+    them. A cross above the limit marks such a layer if its inputs and outputs fit.
+    Usually, an intermediate result overflows, such as the mean of squares in a norm.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
