@@ -122,14 +122,15 @@ class Backward:
                 self._warn_about_dtypes(model, args)
                 is_checked = True
             scale = self._state["scale"] if is_enabled else None
-            outputs, scaled = differentiate(
-                model, loss_fn, args, kwargs, casting, scale
-            )
+            outputs, grads = differentiate(model, loss_fn, args, kwargs, casting, scale)
+            loss = loss_of(outputs)
+            if casting.compute_dtype is not None and loss.dtype != mx.float32:
+                outputs = with_loss(outputs, loss.astype(mx.float32))
             if scale is None:
                 own = model.trainable_parameters()
-                return outputs, tree_map(lambda g, p: g.astype(p.dtype), scaled, own)
-            self._check_loss_dtype(loss_of(outputs))
-            return outputs, unscale(scaled, 1.0 / scale)
+                return outputs, tree_map(lambda g, p: g.astype(p.dtype), grads, own)
+            self._check_loss_dtype(loss)
+            return outputs, unscale(grads, 1.0 / scale)
 
         return value_and_grad_fn
 
@@ -340,9 +341,10 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
     """Lazily unscale gradients that are still scaled; the results refer to them."""
     unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
     for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
-        gradient.source = source, inverse
-        if isinstance(source, Unscaled):
-            gradient[...] = source  # and forget its source
+        origin = getattr(source, "source", None)
+        if origin is not None:  # unscaled, and unchanged since
+            gradient[...] = source
+        gradient.source = origin or (source, inverse)
     return unscaled
 
 

@@ -172,7 +172,7 @@ class GradScaler:
                 the loss.
             compute_dtype (Dtype, optional): Cast floating-point trainable parameters
                 and arguments to this dtype for the forward pass. The parameters of the
-                model itself keep their dtypes. Default: ``None``.
+                model itself keep their dtypes. The loss is float32. Default: ``None``.
             keep (Callable, optional): A function of path and parameter that returns
                 True to leave the parameter in its own dtype. MLX then promotes
                 everything computed from it. To cast the output of a layer back, use

@@ -33,6 +33,15 @@ def test_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
     assert bits(model.parameters()) == before
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.filterwarnings("ignore:The loss is float16")
+def test_loss_of_a_float32_model_computed_in_float16_is_returned_in_float32(enabled):
+    model, scaler = Mlp(), GradScaler(1.0, enabled=enabled)
+    fn = scaler.value_and_grad(model, lambda x: (model(x).sum(), "more"), mx.float16)
+    (loss, more), _ = fn(batch()[0])
+    assert (loss.dtype, more) == (mx.float32, "more")
+
+
 @pytest.mark.compiles
 def test_dropout_draws_a_new_mask_in_each_compiled_step():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
