@@ -483,6 +483,4 @@ def _check_array(path: str, x: Any) -> None:
         raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
     # The gradient norm of a skipped step is non-finite.
     if path != "grad_norm" and not all_finite(x):
-        raise ValueError(
-            f"{path!r} in the state contains NaN or inf. Load an earlier state."
-        )
+        raise ValueError(f"{path!r} in the state is non-finite. Load an earlier state.")

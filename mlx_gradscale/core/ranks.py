@@ -67,10 +67,10 @@ class Ranks:
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any) -> Any:
-        """Return the gradients averaged over the group in float32, except shards.
+        """Average the gradients over the group in float32; return shards unchanged.
 
         Each bucket waits for the previous one. Otherwise, if only one rank reads a
-        value such as the norm, it could send its buckets in another order.
+        value such as the norm, that rank could send its buckets in a different order.
         """
         own = {
             path: to_float32(x)

@@ -146,7 +146,7 @@ def read_field(name: str, value: mx.array) -> Any:
         raise RuntimeError(
             f"Cannot read this scaler's state: {error} If you use mx.compile, read it, "
             "and call init() of an optimizer with a group, outside the compiled "
-            "function, and pass scaler.state as both inputs= and outputs=."
+            "function, and pass scaler.state or optimizer.state as inputs and outputs."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
