@@ -60,7 +60,8 @@ def everywhere(
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
             found on the first batch, or 1024 for a parameter tree.
-        compute_dtype (Dtype, optional): The dtype in which float32 models compute.
+        compute_dtype (Dtype, optional): The dtype in which float32 models, but not
+            parameter trees, compute.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
             :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find them on the
@@ -157,15 +158,19 @@ class Everywhere:
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:
         """Return whether to scale the loss; warn once about a float32 model."""
+        trees = [x for x in args[:1] if isinstance(x, CONTAINERS)]
+        remedy = "Call model.set_dtype(mx.float16), or pass compute_dtype="
         if model is None:
-            return any(isinstance(x, CONTAINERS) and _has_half(x) for x in args[:1])
-        if self.compute_dtype is not None or _has_half(model):
+            if any(map(_has_half, trees)) or not trees or self.compute_dtype is None:
+                return any(map(_has_half, trees))
+            remedy = "Cast the parameter tree, because compute_dtype= requires a model"
+        elif self.compute_dtype is not None or _has_half(model):
             return True
         if not self._has_warned:
             self._has_warned = True
             warn_user(
                 "This model has no half-precision parameters, so its loss is not "
-                "scaled. Call model.set_dtype(mx.float16), or pass compute_dtype=."
+                f"scaled. {remedy}."
             )
         return False
 

@@ -163,8 +163,9 @@ def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
         choices = ", ".join(_DTYPES)
         raise ValueError(f"dtype must be one of {choices}, got {args.dtype}.")
     for name in ("float32_layers", "history"):
-        if not isinstance(getattr(args, name), str | None):
-            raise ValueError(f"{name} must be a file name, got {getattr(args, name)}.")
+        given = getattr(args, name)
+        if given and not isinstance(given, str):
+            raise ValueError(f"{name} must be a file name, got {given}.")
     wrap_optimizer(SGD(0.0), args)  # raises if another value is invalid
     training, evaluate = Training(args), host.evaluate
 

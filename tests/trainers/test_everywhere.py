@@ -241,6 +241,14 @@ def test_float32_model_warns_once_and_is_not_scaled():
     assert len(warned) == 1
 
 
+def test_compute_dtype_warns_that_it_does_not_apply_to_a_parameter_tree():
+    with everywhere(compute_dtype=mx.float16) as here:
+        with pytest.warns(UserWarning, match="compute_dtype= requires a model"):
+            mx.grad(lambda p: (p["w"] * 2).sum())({"w": mx.ones(2)})
+        mx.grad(lambda x: (x * 2).sum())(mx.ones(2))  # not a tree: no warning
+    assert not here.report()
+
+
 def test_gradient_inside_a_loss_function_is_not_scaled():
     def norm(dtype):
         mx.random.seed(0)
