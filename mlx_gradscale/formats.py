@@ -1,6 +1,6 @@
 """Convert the scaler states of other frameworks.
 
-Apex, DeepSpeed, Megatron and NeMo save the states of their own scalers. A converted
+Apex, DeepSpeed and Megatron save the states of their own scalers. A converted
 state has PyTorch's five keys, and those of this package's own fields (``hysteresis``,
 ``min_scale`` and so on) that differ from their defaults. A :class:`FormatWarning` lists
 the defaults that are assumed for missing settings.

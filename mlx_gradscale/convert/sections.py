@@ -199,9 +199,11 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "scaler": isinstance(value, dict) and formats.is_state(value),
     }
     if not fits[section]:
-        what = f"does not lead to the {section}'s state dict. To list the contents of "
-        what = _whole_module(value) or f"{what}the file, run mlx_gradscale inspect."
-        raise ConvertError(f"keys={{{section!r}: {key!r}}} (--{section}-key) {what}")
+        what = f"is not the {section}'s state dict. To list the contents of the file, "
+        what = _whole_module(value) or f"{what}run mlx_gradscale inspect."
+        raise ConvertError(
+            f"The value at keys={{{section!r}: {key!r}}} (--{section}-key) {what}"
+        )
     return path
 
 

@@ -1,7 +1,7 @@
 """Read and write safetensors files without MLX's reader and writer.
 
-MLX's reader does not check that shapes match the data (a size that overflows 64 bits
-causes a segmentation fault) or that tensors do not overlap. Its writer does not support
+In MLX's reader, a shape whose size overflows 64 bits passes the check, and using the
+array can cause a segmentation fault; tensors may overlap. Its writer does not support
 float64 arrays.
 """
 

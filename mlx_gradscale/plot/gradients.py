@@ -52,7 +52,7 @@ def plot_gradients(
     if not isinstance(histogram, GradientHistogram):
         histogram = gradient_histogram(gradients)
     if not histogram.by_power():
-        raise ValueError("Nothing to plot: every gradient is zero or non-finite.")
+        raise ValueError("Nothing to plot: no gradient has a finite, nonzero value.")
     if scale is None:
         scale = histogram.scale if histogram.scale != 1 else histogram.best_scale
     scale = scale_of(scale)

@@ -55,9 +55,9 @@ def test_several_models_require_a_key_but_averages_do_not():
     ("keys", "word"),
     [
         ({"model": "c"}, "no key 'c'. Its keys are a, opt, epoch"),
-        ({"model": "epoch"}, "not lead to the model's state dict"),
-        ({"optimizer": "a"}, "not lead to the optimizer's state dict"),
-        ({"scaler": "epoch"}, "not lead to the scaler's state dict"),
+        ({"model": "epoch"}, "is not the model's state dict"),
+        ({"optimizer": "a"}, "is not the optimizer's state dict"),
+        ({"scaler": "epoch"}, "is not the scaler's state dict"),
         ({"optimizer": "opt/7"}, "opt has no key '7'"),
         ({"optimiser": "opt"}, "'optimiser', which is not a section. The sections"),
         ({"optimiser": ""}, "'optimiser', which is not a section"),
