@@ -61,6 +61,7 @@ class OverflowReport:
             argument of the loss function.
         cure (list or None): The layers to pass to ``float32_layers``, verified on this
             batch. None if no layers help or are needed.
+        problem (str): Why no layers help; "" if this was not tried, or some do.
     """
 
     cause: str
@@ -70,6 +71,7 @@ class OverflowReport:
     scale: float
     leaves: list[NonFinite] = field(default_factory=list)
     cure: list[str] | None = None
+    problem: str = ""
 
     @property
     def loss_is_finite(self) -> bool:
@@ -100,7 +102,10 @@ class OverflowReport:
             first = f"The loss is finite ({self.loss:.6g}) {scale}."
         else:
             first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
-        lines = [first, self.where, _ADVICE[self.cause], self.line]
+        advice = _ADVICE[self.cause]
+        if self.problem:
+            advice = f"Neither loss scaling nor float32 layers help. {self.problem}"
+        lines = [first, self.where, advice, self.line]
         if self.leaves:
             lines.append(_table(self.leaves))
         return "\n".join(filter(None, lines))
@@ -171,16 +176,18 @@ def explain_overflow(
         smaller = max(number * _SMALLER, SMALLEST_SCALE)
         if find_fault(trial, trial.run(scale=smaller)) is not None:
             cause = "derivative"
-    cure = None
+    cure, problem = None, ""
     if cause in ("forward", "loss"):
         original = inspect.unwrap(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
         )
         # A model that skips steps may have unusual weights, so use a large tolerance.
         trial = replace(trial, loss_fn=original)
-        cure = search([trial], tolerance=0.1).where or None
+        found = search([trial], tolerance=0.1)
+        cure, problem = found.where or None, found.problem
+    text, leaves = fault.text, fault.leaves
     return OverflowReport(
-        cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure
+        cause, fault.layer, text, result.loss, number, leaves, cure, problem
     )
 
 

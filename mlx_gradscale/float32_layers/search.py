@@ -148,8 +148,9 @@ def _run_in_float32(trial: Trial, name: str) -> Run:
     why = [f"{name} gives non-finite values even in float32.", fault.text]
     if fault.cause not in ("batch", "parameters"):
         why += [
-            f"The loss is {reference.loss}. Look for a logarithm or square root of "
-            "zero, a division by zero, or a cast to half precision."
+            f"The loss is {reference.loss}. Look for values that grow too large, a "
+            "logarithm or square root of zero, a division by zero, or a cast to half "
+            "precision."
         ]
     raise NoCureFound(" ".join(filter(None, why)))
 

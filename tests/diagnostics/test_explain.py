@@ -123,6 +123,14 @@ def test_report_names_first_overflow(gains, x, loss_fn, scale, cause, layer, tex
         assert leaves == ["blocks.0.fc1.weight", "blocks.0.fc2.weight"]
 
 
+def test_report_of_values_that_overflow_in_float32_too_does_not_advise_float32():
+    model = nn.Linear(2, 2)
+    model.set_dtype(mx.float16)
+    huge = explain_overflow(model, lambda x: (model(x) * 1e30 * 1e30).sum(), mx.ones(2))
+    assert huge.cure is None
+    assert "Neither loss scaling nor float32 layers help. Batch 1 gives" in str(huge)
+
+
 def test_parameters_kept_in_float32_and_float32_layers_do_not_overflow():
     def keep(path, _):
         return path.startswith("blocks.1.fc2")
