@@ -85,7 +85,10 @@ def test_ema_resumes_from_a_checkpoint_without_a_retrace(tmp_path):
     list(run.train(6, 12))
     for other in (run, Averaged()):
         extra = restore_checkpoint(tmp_path / "run", other.model, other.optimizer)
-        other.ema.state = extra["ema"]
+        state = extra["ema"]
+        if other is not run:  # nested, as after tree_unflatten of a safetensors file
+            state = tree_unflatten(tree_flatten(state))
+        other.ema.state = state
         list(other.train(6, 12))
         assert other.traced.count == 1
         ends.append(bits(other.state))
@@ -170,13 +173,3 @@ def test_ema_rejects_bad_decays_changed_models_and_foreign_states():
         ):
             pass
     assert bits(ema.state) == before
-
-
-def test_ema_state_loaded_from_safetensors_can_be_assigned(tmp_path):
-    model = Mlp()
-    ema, other = EMA(model), EMA(Mlp())
-    path = str(tmp_path / "ema.safetensors")
-    mx.save_safetensors(path, dict(tree_flatten(ema.state)))
-    other.state = tree_unflatten(list(mx.load(path).items()))
-    assert bits(other.state) == bits(ema.state)
-    other.update(model)

@@ -31,10 +31,6 @@ def test_sections_are_found_at_any_depth_and_round_trip(kind, tmp_path):
     assert run.scaler.get_scale() == 512.0
 
 
-def test_bare_state_dict_converts(tmp_path):
-    there_and_back(tmp_path, small()[0])
-
-
 def test_several_models_require_a_key_but_averages_do_not():
     model, other, optimizer = small()[0], small(7)[0], small()[1]
     averaged = find_sections({"model": model, "ema": other}, {})

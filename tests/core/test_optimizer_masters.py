@@ -5,10 +5,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import INF, Mlp, batch, each_mode, mse, same
+from support.helpers import INF, each_mode, same
 from support.optimizer_helpers import HALVES, Training, wrapped
-
-from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 each_kind = pytest.mark.parametrize("kind", ["float32", "remainder"])
 
@@ -180,40 +178,6 @@ def test_written_bits_share_the_memory_of_the_weights(compiled):
             first, second = (np.array(a, copy=False) for a in (x, written[path]))
             assert np.shares_memory(first, second), path
         training.run([seed], bad=(1,))
-
-
-@each_kind
-@pytest.mark.parametrize("dtype", HALVES)
-def test_pruned_weights_stay_zero(dtype, kind):
-    optimizer = wrapped(optim.SGD(1.0), masters=kind)
-    weights = {"w": mx.full((3,), 1000.25, dtype)}
-    weights = optimizer.apply_gradients({"w": mx.full((3,), 0.1)}, weights)
-    assert optimizer.masters(weights)["w"][0].item() not in (0.0, 1000.0)
-    weights = {"w": mx.zeros(3, dtype)}
-    for _ in range(3):
-        weights = optimizer.apply_gradients({"w": mx.zeros(3)}, weights)
-        assert weights["w"].tolist() == [0.0] * 3
-    # Half the smallest float16: of what is below, the sum is still to be kept.
-    assert mx.max(mx.abs(optimizer.masters(weights)["w"])).item() <= 2.0**-25
-
-
-@pytest.mark.parametrize("compute_dtype", HALVES)
-def test_manual_weight_decay_reaches_float32_parameters_computed_in_half(compute_dtype):
-    # 1e-4 is less than half an ulp of any half: its weights cannot hold it.
-    for dtype, left in ((compute_dtype, 1.0), (mx.float32, (1 - 1e-4) ** 10)):
-        mx.random.seed(1)
-        model = Mlp(dtype=dtype)
-        optimizer = LossScaleOptimizer(optim.SGD(0.0), GradScaler(256.0))
-        loss_and_grad = optimizer.value_and_grad(model, mse(model), compute_dtype)
-        before = model.layers[0].weight.astype(mx.float32)
-        for _ in range(10):
-            _, gradients = loss_and_grad(*batch(0, dtype=compute_dtype))
-            weight = model.layers[0].weight.astype(mx.float32) * (1 - 1e-4)
-            model.layers[0].weight = weight.astype(dtype)
-            optimizer.update(model, gradients)
-        masters = optimizer.masters(model.trainable_parameters())
-        now = masters["layers"][0]["weight"]
-        assert mx.allclose(now, left * before, rtol=1e-6, atol=0)
 
 
 @each_kind

@@ -1,4 +1,4 @@
-"""The core trains alone, imports in one direction, and knows MLX in one place."""
+"""The core stands alone, imports in one direction, and knows MLX in one place."""
 
 import ast
 import importlib.util
@@ -60,52 +60,25 @@ def test_core_imports_in_one_direction_and_nothing_from_outside(path):
     assert found == OUTSIDE.get(path.stem, set())
 
 
-TRAIN_ALONE = """
-import sys, types, importlib.abc
-root = sys.argv[1]
-
-class OnlyCore(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("mlx_gradscale.") and not name.startswith(
-            "mlx_gradscale.core"
-        ):
-            raise ImportError(name)
-
-sys.meta_path.insert(0, OnlyCore())
-package = types.ModuleType("mlx_gradscale")
-package.__path__ = [root + "/mlx_gradscale"]
-sys.modules["mlx_gradscale"] = package
-
-import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-from mlx_gradscale.core.optimizer import LossScaleOptimizer
-from mlx_gradscale.core.scaler import GradScaler
-
-model = nn.Linear(4, 1)
-model.set_dtype(mx.float16)
-optimizer = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(2.0**30))
-loss_and_grad = optimizer.value_and_grad(
-    model, lambda x: mx.square(model(x).astype(mx.float32)).mean()
-)
-for _ in range(20):
-    loss, grads = loss_and_grad(mx.ones((8, 4), mx.float16))
-    optimizer.update(model, grads)
-scaler = optimizer.scaler
-assert scaler.skipped_steps.item() > 0 and scaler.last_step_applied.item()
-scaler.load_state_dict(scaler.state_dict())
-print(*(name for name in sys.modules if name.startswith("mlx_gradscale.core.")))
+IMPORT_ALONE = """
+import sys, types
+package = sys.modules["mlx_gradscale"] = types.ModuleType("mlx_gradscale")
+package.__path__ = [sys.argv[1]]
+import mlx_gradscale.core.optimizer, mlx_gradscale.core.scaler
+print(*(name for name in sys.modules if name.startswith("mlx_gradscale.")))
 """
 
 
-def test_core_trains_with_the_rest_of_the_package_removed():
+def test_importing_the_core_alone_imports_every_file_of_it_and_no_other():
     ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TRAIN_ALONE, str(CORE.parents[1])],
+        [sys.executable, "-W", "error", "-c", IMPORT_ALONE, str(CORE.parent)],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
-    imported = {name.split(".")[2] for name in ended.stdout.split()}
-    assert imported == {path.stem for path in FILES}
+    core = "mlx_gradscale.core"
+    assert {*ended.stdout.split()} == {core, *(f"{core}.{x.stem}" for x in FILES)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

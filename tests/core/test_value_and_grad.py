@@ -7,14 +7,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import Mlp, Traced, batch, bits, mse
+from support.helpers import Mlp, Traced, batch, bits, dtypes, mse
 from support.optimizer_helpers import HALVES
 
 from mlx_gradscale import GradScaler
-
-
-def dtypes(tree):
-    return {x.dtype for _, x in tree_flatten(tree)}
 
 
 @pytest.mark.parametrize("dtype", HALVES)

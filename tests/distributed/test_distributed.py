@@ -9,6 +9,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from support.distributed_parts import overflows
+from support.distributed_worker import CHECKS
 from support.reference import Reference
 from support.ring import mlx_launch, run_ranks
 
@@ -17,20 +18,8 @@ from mlx_gradscale.distributed import broadcast, from_rank_0
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
 
-CHECKS = [
-    "data parallel",
-    "sharded remainder",
-    "own loop",
-    "decide",
-    "tensor parallel",
-    "buckets",
-    "counted",
-    "drift",
-    "calibrated",
-    "differ",
-]
-# Fewer steps, because ranks that wait spin, and there may be only two cores.
-CHECKS_OF_FOUR = ["data parallel short", "tensor parallel", "drift"]
+# Fewer, because ranks that wait spin, and there may be only two cores.
+CHECKS_OF_FOUR = ["data parallel", "tensor parallel", "drift"]
 
 pytestmark = pytest.mark.compiles
 
@@ -96,7 +85,7 @@ def test_overflow_on_one_rank_skips_the_step_of_shards_with_remainders(two):
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all_four_ranks(four):
-    check_data_parallel(equal(four, "data parallel short"), 4, 50)
+    check_data_parallel(equal(four, "data parallel"), 4, 50)
 
 
 def test_scaler_in_a_custom_loop_decides_with_one_all_reduce(two):

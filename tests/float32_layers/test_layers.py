@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import model_state
+from support.helpers import dtypes, model_state
 
 from mlx_gradscale import GradScaler, all_finite, float32_layers
 
@@ -79,10 +79,6 @@ def loss_of(model):
 
 def gradients(model):
     return nn.value_and_grad(model, loss_of(model))(TOKENS)
-
-
-def dtypes(tree):
-    return {x.dtype for _, x in tree_flatten(tree)}
 
 
 def as_float32(model):

@@ -154,7 +154,9 @@ def test_margin_covers_values_between_layers_that_the_loss_function_calls(factor
 
     x = mx.ones((4, 8), HALF)
     assert find_float32_layers(model, loss_fn, [x], margin=1.0).where == []
-    assert find_float32_layers(model, loss_fn, [x]).where == ["layers.1 to layers.2"]
+    found = find_float32_layers(model, loss_fn, [x], margin=2.0)
+    assert found.where == ["layers.1 to layers.2"]
+    assert "close to 65504" in found.reasons["layers.1 to layers.2"]
 
 
 def test_values_above_65504_fit_into_bfloat16():

@@ -1,10 +1,8 @@
 """Models of Transformers into mlx-lm's, whose sanitize tells names and layouts."""
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from support.hf_trainer import train
+from support.hf_trainer import llama, mlx_lm_steps
 from support.regression import convert
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
@@ -26,14 +24,6 @@ def gpt2():
     )
 
 
-def llama():
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, **heads, vocab_size=32, rms_norm_eps=1e-6)
-    )
-
-
 def data(number):
     rng = np.random.default_rng(number)
     return rng.integers(0, 32, (2, 8))
@@ -48,19 +38,6 @@ def torch_steps(model, optimizer, numbers):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def mlx_steps(model, optimizer, numbers, data=data):
-    def loss_fn(x):
-        logits = model(x)[:, :-1]
-        return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean")
-
-    losses = []
-    for number in numbers:
-        loss, grads = nn.value_and_grad(model, loss_fn)(mx.array(data(number)))
-        optimizer.update(model, grads)
         losses.append(loss.item())
     return losses
 
@@ -94,7 +71,7 @@ def test_transformers_run_resumes_in_mlx_lm_and_converts_back(kind, saved, tmp_p
     mlx = mlx_lm_model(there)
     optimizer = build_optimizer(tmp_path / "run")
     restore_checkpoint(tmp_path / "run", mlx, optimizer)
-    losses = mlx_steps(mlx, optimizer, range(3, 6))
+    losses = mlx_lm_steps(mlx, optimizer, map(data, range(3, 6)))
     np.testing.assert_allclose(losses, want[:3], rtol=1e-4)
     save_checkpoint(tmp_path / "run", mlx, optimizer)
 
@@ -111,37 +88,3 @@ def test_transformers_run_resumes_in_mlx_lm_and_converts_back(kind, saved, tmp_p
     optimizer.load_state_dict(state)
     losses = torch_steps(again, optimizer, range(6, 9))
     np.testing.assert_allclose(losses, want[3:], rtol=1e-4)
-
-
-def trained(folder, most, resume=None):
-    """A Llama by the Trainer, whose optimizer has two groups."""
-
-    def item(number):
-        x = torch.tensor(data(number)[0])
-        return {"input_ids": x, "labels": x}
-
-    torch.manual_seed(0)
-    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0}
-    return train(llama(), item, folder, most, resume, save_steps=3, **settings)
-
-
-def test_llama_trainer_run_resumes_in_mlx_lm_and_then_in_the_trainer(tmp_path):
-    made, batches, want = trained(tmp_path / "whole", 9)
-    there = tmp_path / "whole" / "checkpoint-3"
-    names = [name for name, _ in made.model.named_parameters()]
-    (tmp_path / "names").write_text("\n".join(names))
-    flags = ["--model", there, "--names", tmp_path / "names"]
-    convert(there, tmp_path / "run", *flags)
-    mlx = mlx_lm_model(there)
-    optimizer = build_optimizer(tmp_path / "run")
-    restore_checkpoint(tmp_path / "run", mlx, optimizer)
-    taken = lambda number: batches[number]["input_ids"]  # noqa: E731
-    onward = mlx_steps(mlx, optimizer, range(3, 6), taken)
-    np.testing.assert_allclose(onward, want[3:6], rtol=1e-4)
-    save_checkpoint(tmp_path / "run", mlx, optimizer)
-    back = tmp_path / "back" / "checkpoint-3"
-    back.parent.mkdir()
-    convert(back, tmp_path / "run")
-    again, _, after = trained(tmp_path / "on", 9, resume=back)
-    assert again.state.global_step == 9
-    np.testing.assert_allclose(after, want[6:], rtol=1e-4)

@@ -1,16 +1,13 @@
 """LoRA adapters of PEFT, trained by Transformers' Trainer, in mlx-lm and back."""
 
-import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from support.hf_trainer import train
+from support.hf_trainer import llama, mlx_lm_steps, train
 
 from mlx_gradscale.convert import Options, load_torch, save_torch
 from mlx_gradscale.convert.command import _mlx_lm_model as mlx_lm_model
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
-transformers = pytest.importorskip("transformers", reason="needs transformers")
 peft = pytest.importorskip("peft", reason="needs peft")
 tuner = pytest.importorskip("mlx_lm.tuner.utils", reason="needs mlx-lm")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,11 +16,8 @@ RANK, ALPHA = 4, 8
 
 
 def base_model():
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **heads, vocab_size=32)
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    return llama()
 
 
 def train_adapters(folder, most, resume=None):
@@ -59,17 +53,8 @@ def test_peft_lora_run_resumes_in_mlx_lm_and_then_in_the_trainer(tmp_path):
     tuner.linear_to_lora_layers(mine, 2, config)
     there = tmp_path / "whole/checkpoint-3"
     run = load_torch(there, mine, Options(names=tuple(names)))
-
-    def loss_fn(x):
-        logits = mine(x)[:, :-1]
-        return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean")
-
-    losses = []
-    for number in range(3, 6):
-        x = mx.array(batches[number]["input_ids"])
-        loss, grads = nn.value_and_grad(mine, loss_fn)(x)
-        run.optimizer.update(mine, grads)
-        losses.append(loss.item())
+    taken = [batch["input_ids"] for batch in batches[3:6]]
+    losses = mlx_lm_steps(mine, run.optimizer, taken)
     np.testing.assert_allclose(losses, want[3:6], rtol=1e-4)
 
     back = tmp_path / "back/checkpoint-6"

@@ -56,29 +56,19 @@ def mlx_vlm(model, rows, folder, monkeypatch):
     inside.train(model, optim.Adam(RATE), rows, args=arguments, loss_fn=loss_fn)
 
 
-def mlx_lm_lora(model, rows, folder, monkeypatch):
-    trainer = host("mlx_lm_lora.trainer.sft_trainer")
-    # It asks for a limit that only Apple's GPUs have.
-    info = {"max_recommended_working_set_size": 0}
-    monkeypatch.setattr(mx, "device_info", lambda: info)
-    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: None)
-    arguments = trainer.SFTTrainingArgs(
-        batch_size=8, iters=STEPS, adapter_file=str(folder / "adapters.safetensors")
-    )
-    trainer.train_sft(model, optim.AdamW(RATE), rows, args=arguments)
+def tokenizer_and_texts(folder):
+    transformers = pytest.importorskip("transformers")
+    made = make_folder(folder / "model")
+    texts = [{"text": text} for text in make_texts()[8:]]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    return {"tokenizer": tokenizer, "train_dataset": texts}
 
 
 def mlx_tune(model, rows, folder, monkeypatch):
     tuner = host("mlx_tune")
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        make_folder(folder / "model")
-    )
-    text = [{"text": text} for text in make_texts()[8:]]
     tuner.SFTTrainer(
         model=SimpleNamespace(model=model),
-        tokenizer=tokenizer,
-        train_dataset=text,
+        **tokenizer_and_texts(folder),
         learning_rate=RATE,
         per_device_train_batch_size=8,
         max_steps=STEPS,
@@ -91,10 +81,6 @@ def unsloth_zoo(model, rows, folder, monkeypatch):
     # Its own way to say that there is no GPU of NVIDIA's.
     monkeypatch.setenv("UNSLOTH_ZOO_DISABLE_GPU_INIT", "1")
     trainer = host("unsloth_zoo.mlx.trainer")
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        make_folder(folder / "model")
-    )
     arguments = trainer.MLXTrainingConfig(
         per_device_train_batch_size=8,
         gradient_accumulation_steps=1,
@@ -104,10 +90,8 @@ def unsloth_zoo(model, rows, folder, monkeypatch):
         max_seq_length=64,
         output_dir=str(folder / "out"),
     )
-    text = [{"text": text} for text in make_texts()[8:]]
-    trainer.MLXTrainer(
-        model=model, tokenizer=tokenizer, train_dataset=text, args=arguments
-    ).train()
+    data = tokenizer_and_texts(folder)
+    trainer.MLXTrainer(model=model, args=arguments, **data).train()
 
 
 def lengths(batch):
@@ -129,7 +113,7 @@ def final_loss(train, dtype, folder, monkeypatch, context):
     return default_loss(model, batch, lengths(batch))[0].item()
 
 
-@pytest.mark.parametrize("train", [mlx_vlm, mlx_lm_lora, mlx_tune, unsloth_zoo])
+@pytest.mark.parametrize("train", [mlx_vlm, mlx_tune, unsloth_zoo])
 def test_third_party_trainer_in_everywhere_follows_float32_where_float16_fails(
     train, tmp_path, monkeypatch
 ):

@@ -32,8 +32,9 @@ from support.helpers import INF, Mlp, Traced, batch, gradients_like, mse, parame
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, steps=80):
+def data_parallel(group):
     """Float16 training where random ranks overflow at random steps."""
+    steps = 80 if group.size() == 2 else 50
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
         optim.AdamW(1e-2),
@@ -136,12 +137,15 @@ def tensor_parallel(group, steps=12):
     mx.random.seed(3)
     whole = Mlp(16)
     cut = Mlp(16)
-    cut.layers = [
-        nn.layers.distributed.shard_linear(layer, sharding, group=group)
-        for layer, sharding in zip(
-            whole.layers, ("all-to-sharded", "sharded-to-all"), strict=True
-        )
-    ]
+
+    def cut_layers():
+        kinds = ("all-to-sharded", "sharded-to-all")
+        return [
+            nn.layers.distributed.shard_linear(layer, kind, group=group)
+            for layer, kind in zip(whole.layers, kinds, strict=True)
+        ]
+
+    cut.layers = cut_layers()
 
     def trainer(model, **ranks):
         scaler = GradScaler(**SCALER)
@@ -177,14 +181,9 @@ def tensor_parallel(group, steps=12):
         reference(x, y, mx.array(INF if bad else 1.0))
         mx.eval(reference_state)
         norms.append([optimizer.grad_norm.item(), expected.grad_norm.item()])
-    mine = dict(tree_flatten(cut.trainable_parameters()))
-    ends = slice(group.rank() * 16 // group.size(), None)
-    theirs = {
-        "layers.0.weight": whole.layers[0].weight[ends][: 16 // group.size()],
-        "layers.0.bias": whole.layers[0].bias[ends][: 16 // group.size()],
-        "layers.1.weight": whole.layers[1].weight[:, ends][:, : 16 // group.size()],
-        "layers.1.bias": whole.layers[1].bias,
-    }
+    mine = tree_flatten(cut.trainable_parameters())
+    whole.layers = cut_layers()
+    theirs = dict(tree_flatten(whole.trainable_parameters()))
     # Only the layers' own all-reduce remains. No rank evaluates it.
     step, state, _ = trainer(cut)
     loss = step(x, y, mx.array(1.0))
@@ -192,7 +191,7 @@ def tensor_parallel(group, steps=12):
         "norms": norms,
         "skipped": optimizer.scaler.skipped_steps.item(),
         "scaler": fingerprint(optimizer.scaler.state),
-        "error": max(mx.abs(mine[p] - x).max().item() for p, x in theirs.items()),
+        "error": max(mx.abs(x - theirs[p]).max().item() for p, x in mine),
         "all_reduces": counted,
         "all_reduces_without_group": all_reduces([loss, state]),
     }
@@ -382,7 +381,6 @@ def differ(group):
 
 CHECKS = {
     "data parallel": data_parallel,
-    "data parallel short": lambda group: data_parallel(group, 50),
     "sharded remainder": sharded_remainder,
     "own loop": own_loop,
     "decide": decide,

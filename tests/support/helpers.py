@@ -107,6 +107,10 @@ def bits(tree):
     return found
 
 
+def dtypes(tree):
+    return {x.dtype for _, x in tree_flatten(tree)}
+
+
 def model_state(model):
     """Everything that a diagnostic must leave as it was."""
     classes = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]

@@ -1,5 +1,7 @@
-"""Transformers' Trainer on batches of NumPy arrays, with checkpoints to resume from."""
+"""Transformers' Trainer with checkpoints to resume from; steps of mlx-lm's models."""
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 
@@ -33,3 +35,27 @@ def train(model, item, folder, most, resume=None, **arguments):
     made = Trainer(model, settings, train_dataset=[item(i) for i in range(32)])
     made.train(resume_from_checkpoint=None if resume is None else str(resume))
     return made, batches, losses
+
+
+def llama():
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, vocab_size=32, rms_norm_eps=1e-6)
+    )
+
+
+def mlx_lm_steps(model, optimizer, batches):
+    """Steps of a language model in MLX on batches of tokens; their losses."""
+
+    def loss_fn(x):
+        logits = model(x)[:, :-1]
+        return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean")
+
+    losses = []
+    for batch in batches:
+        loss, grads = nn.value_and_grad(model, loss_fn)(mx.array(batch))
+        optimizer.update(model, grads)
+        losses.append(loss.item())
+    return losses

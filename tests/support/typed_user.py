@@ -77,5 +77,6 @@ def wrong(model: nn.Module, folder: Path) -> None:
     """Each ignored line is an error, or else the ignoring is."""
     GradScaler("cuda")  # type: ignore[arg-type]
     LossScaleOptimizer(GradScaler())  # type: ignore[arg-type]
+    LossScaleOptimizer(optim.SGD(0.1), init_scale=2.0)  # type: ignore[call-arg]
     save_checkpoint(folder, model)  # type: ignore[call-arg]
     GradScaler().scle  # type: ignore[attr-defined]  # noqa: B018

@@ -16,6 +16,7 @@ from mlx_gradscale.inspect import describe
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits
 from tests.support.torch_files import integer, name, pack, pickled, tensor, text
 
+ROOT = Path(__file__).parents[2]
 # A fiftieth of the default, so that a bomb takes a fiftieth of its time and memory.
 OPERATIONS = 200_000
 
@@ -88,26 +89,19 @@ BOMBS = {
     "a long key very often": lambda n: b"(}" + text("x" * 1_000_000) + b"Ns" + often(n),
 }
 MEASURE = """
-import json, os, resource, sys, time
+import json, sys, time
 from mlx_gradscale import torch_checkpoint
-def peak():
-    if os.path.exists("/proc/self/status"):  # there ru_maxrss begins at the parent's
-        with open("/proc/self/status") as status:
-            return 1024 * next(int(s.split()[1]) for s in status if s[:5] == "VmHWM")
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found * (1 if sys.platform == "darwin" else 1024)
+from tools.torch_checkpoint_fuzz import peak_memory
 said = {}
 for path in sys.argv[2:]:
-    if os.path.exists("/proc/self/clear_refs"):
-        open("/proc/self/clear_refs", "w").write("5")
-    before, start = peak(), time.process_time()
+    before, start = peak_memory(reset=True), time.process_time()
     limits = torch_checkpoint.Limits(operations=int(sys.argv[1]))
     try:
         torch_checkpoint.load(path, limits)
         outcome = "loaded"
     except torch_checkpoint.CheckpointError as error:
         outcome = str(error)
-    said[path] = outcome, peak() - before, time.process_time() - start
+    said[path] = outcome, peak_memory() - before, time.process_time() - start
 print(json.dumps(said))
 """
 
@@ -120,6 +114,7 @@ def test_small_files_stay_within_their_time_and_memory_limits(tmp_path):
         [sys.executable, "-c", MEASURE, str(OPERATIONS), *map(str, paths)],
         capture_output=True,
         text=True,
+        cwd=ROOT,
     )
     assert run.stderr == ""
     for path, (said, grown, seconds) in json.loads(run.stdout).items():
@@ -127,7 +122,7 @@ def test_small_files_stay_within_their_time_and_memory_limits(tmp_path):
         assert "limits.operations" in said, kind
         # Of 1 GB for 10 million operations; and the file, twice, and its text.
         allowed = 1e9 * OPERATIONS / 10_000_000 + 6 * Path(path).stat().st_size
-        assert grown < allowed + 10_000_000, kind
+        assert grown * 2**20 < allowed + 10_000_000, kind
         # Of 30 s, doubled for slow machines.
         assert seconds < 60 * OPERATIONS / 10_000_000, kind
 
