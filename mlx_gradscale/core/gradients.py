@@ -222,8 +222,8 @@ class Backward:
         if half:
             self.warn_once(
                 f"{type(model).__name__} has BatchNorm layers with float16 running "
-                f"statistics ({', '.join(half)}), where a variance above 65504 is "
-                "inf. Compute them in float32 with mlx_gradscale.float32_layers()."
+                "statistics, where a variance above 65504 is inf. To compute them in "
+                f"float32, call mlx_gradscale.float32_layers(model, {half})."
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:

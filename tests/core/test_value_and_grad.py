@@ -222,6 +222,6 @@ def test_batchnorm_with_float16_statistics_warns_and_names_the_layers():
     loss_fn = lambda x: model(x).astype(mx.float32).sum()  # noqa: E731
     loss_and_grad = GradScaler().value_and_grad(model, loss_fn)
     with pytest.warns(
-        UserWarning, match=r"float16 running statistics \(layers\.1, layers\.2\)"
+        UserWarning, match=r"float32_layers\(model, \['layers\.1', 'layers\.2'\]\)"
     ):
         loss_and_grad(mx.ones((4, 8), mx.float16))
