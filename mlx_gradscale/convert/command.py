@@ -215,12 +215,14 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     # Set the old template aside first. If the process is killed before it writes the
     # new one, a later conversion fails instead of using the template of another run.
     file, old = path / TEMPLATE, path / f"{TEMPLATE}.old"
+    old.unlink(missing_ok=True)
     if file.exists():
         file.replace(old)
+    saves = {*path.glob("save-*")}
     try:
         save_checkpoint(path, model, optimizer, run.scaler, **extra)
     except BaseException:
-        if old.exists():
+        if old.exists() and saves == {*path.glob("save-*")}:
             old.replace(file)
         raise
     torch_checkpoint.save(file, to_object(template))

@@ -214,7 +214,7 @@ class Backward:
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         half = [
-            path.removesuffix(".running_var")
+            path.rpartition(".")[0]
             for path, x in flatten(model)
             if path.endswith("running_var") and isinstance(x, mx.array)
             if x.dtype == mx.float16
@@ -344,7 +344,7 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
         origin = getattr(source, "source", None)
         if origin is not None:  # unscaled, and unchanged since
             gradient[...] = source
-        gradient.source = origin or (source, inverse)
+        gradient.source = origin or (source.astype(source.dtype), inverse)  # alias
     return unscaled
 
 

@@ -156,7 +156,7 @@ def read_field(name: str, value: mx.array) -> Any:
 def check(values: dict[str, Any], scale: str = "scale") -> None:
     """Raise if fields are invalid or conflict; ``scale`` names the scale in errors."""
     for name, value in values.items():
-        _check_field(name, value, scale if name == "scale" else name)
+        _check_field(name, _as_number(value), scale if name == "scale" else name)
     if not values["min_scale"] <= values["scale"] <= values["max_scale"]:
         raise ValueError(
             f"{scale} must be between min_scale {values['min_scale']} and max_scale "
@@ -193,7 +193,7 @@ def _check_field(name: str, value: Any, label: str) -> None:
 
 def _is_scale(value: Any) -> bool:
     is_number = isinstance(value, _TYPES[mx.float32][0]) and not isinstance(value, bool)
-    return is_number and 0 < value < 2.0**128  # finite in float32
+    return is_number and 0 < _as_number(value) < 2.0**128  # finite in float32
 
 
 def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:

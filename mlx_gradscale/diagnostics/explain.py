@@ -61,7 +61,7 @@ class OverflowReport:
             argument of the loss function.
         cure (list or None): The layers to pass to ``float32_layers``, verified on this
             batch. None if no layers help or are needed.
-        problem (str): Why no layers help; "" if this was not tried, or some do.
+        problem (str): What is non-finite even in float32; "" if nothing is.
     """
 
     cause: str
@@ -184,7 +184,9 @@ def explain_overflow(
         # A model that skips steps may have unusual weights, so use a large tolerance.
         trial = replace(trial, loss_fn=original)
         found = search([trial], tolerance=0.1)
-        cure, problem = found.where or None, found.problem
+        cure = found.where or None
+        # Without rows, the search has ended because float32 overflows as well.
+        problem = "" if found.rows else found.problem
     text, leaves = fault.text, fault.leaves
     return OverflowReport(
         cause, fault.layer, text, result.loss, number, leaves, cure, problem

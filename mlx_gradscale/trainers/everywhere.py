@@ -158,18 +158,20 @@ class Everywhere:
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:
         """Return whether to scale the loss; warn once about a float32 model."""
-        trees = [x for x in args[:1] if isinstance(x, CONTAINERS)]
-        remedy = "Call model.set_dtype(mx.float16), or pass compute_dtype="
         if model is None:
-            if any(map(_has_half, trees)) or not trees or self.compute_dtype is None:
-                return any(map(_has_half, trees))
+            first = args[0] if args and isinstance(args[0], CONTAINERS) else None
+            is_half = first is not None and _has_half(first)
+            if is_half or not isinstance(first, dict) or self.compute_dtype is None:
+                return is_half
             remedy = "Cast the parameter tree, because compute_dtype= requires a model"
         elif self.compute_dtype is not None or _has_half(model):
             return True
+        else:
+            remedy = "Call model.set_dtype(mx.float16), or pass compute_dtype="
         if not self._has_warned:
             self._has_warned = True
             warn_user(
-                "This model has no half-precision parameters, so its loss is not "
+                "These parameters are not in half precision, so their loss is not "
                 f"scaled. {remedy}."
             )
         return False

@@ -106,7 +106,7 @@ class Training:
         if dtype is not None:
             model.update(tree_map_with_path(cast, model.parameters()))
             mx.eval(model.parameters())
-        if layers is not None:
+        if layers:
             float32_layers(model, Path(layers))
 
     def _iterate(self) -> Iterator[Any]:

@@ -193,8 +193,12 @@ def test_failed_conversion_leaves_no_files_or_the_old_ones(
     assert sorted((tmp_path / "run").rglob("*")) == before
     # A new checkpoint has no template rather than that of another run.
     paths(tmp_path, usual())
-    monkeypatch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
-    assert main(again) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
+        assert main(again) == 130
+    assert not (tmp_path / "run/template.pt").exists()
+    paths(tmp_path, checkpoint)
+    assert "nothing was saved" in fails(capsys, *again)
     assert not (tmp_path / "run/template.pt").exists()
 
 

@@ -219,6 +219,15 @@ def test_tree_unscaled_for_one_optimizer_is_not_unscaled_in_the_step_of_another(
     assert new["w"].item() == 0.5
 
 
+def test_scaled_gradient_may_be_modified_in_place_once_it_is_unscaled():
+    scaler, buffer = used(GradScaler(8.0)), {"w": mx.array(4.0)}
+    grads = scaler.unscale_(optim.SGD(1.0), dict(buffer))
+    buffer["w"] *= 0
+    optimizer = optim.SGD(1.0)
+    new = scaler.apply_gradients(optimizer, grads, {"w": mx.array(1.0)})
+    assert new["w"].item() == 0.5
+
+
 def test_buffer_that_accumulates_scaled_gradients_again_is_unscaled_again():
     scaler, optimizer, buffer = GradScaler(8.0), optim.SGD(1.0), {"w": mx.array(0.0)}
     for _ in range(3):
