@@ -341,10 +341,10 @@ def unscale(scaled: Any, inverse: mx.array) -> Any:
     """Lazily unscale gradients that are still scaled; the results refer to them."""
     unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
     for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
-        origin = getattr(source, "source", None)
-        if origin is not None:  # unscaled, and unchanged since
-            gradient[...] = source
-        gradient.source = origin or (source.astype(source.dtype), inverse)  # alias
+        if (origin := getattr(source, "source", None)) is not None:
+            gradient[...] = source  # which is unscaled already
+        alias = source.astype(source.dtype)  # the user may change the source in place
+        gradient.source = origin or (alias, inverse)
     return unscaled
 
 

@@ -313,8 +313,8 @@ class LossScaleOptimizer(Optimizer):
         parts = list(single_optimizers(self.optimizer))
         if len(states) != len(parts):
             raise ValueError(
-                f"The number of inner optimizers is {len(states)} in the state, but "
-                f"{len(parts)} in this optimizer. {_SAME}"
+                f"The state has {len(states)} inner optimizers, but this optimizer has "
+                f"{len(parts)}. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
             places = [place for place, _ in walk(part.state)]

@@ -92,7 +92,10 @@ def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
 def test_wrapper_steps_right_after_another_changed_the_scale_they_share(mode):
     scaler, weights = GradScaler(8.0, growth_interval=1), {"w": mx.ones(1)}
     wrappers = [LossScaleOptimizer(optim.SGD(1.0), scaler) for _ in range(2)]
-    loss_fn = lambda weights: 0.5 * weights["w"].sum()  # noqa: E731
+
+    def loss_fn(weights):
+        return 0.5 * weights["w"].sum()
+
     if mode == "scale_loss":
         gradient = mx.grad(scaler.scale_loss(loss_fn))
     else:

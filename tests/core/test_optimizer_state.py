@@ -278,7 +278,7 @@ def test_state_of_another_number_of_optimizers_is_refused():
     saved.init(weights)
     before = bits(optimizer.state)
     with pytest.raises(
-        ValueError, match="optimizers is 3 in the state, but 2 in this optimizer"
+        ValueError, match="has 3 inner optimizers, but this optimizer has 2"
     ):
         optimizer.state = dict(tree_flatten(saved.state))
     assert bits(optimizer.state) == before
