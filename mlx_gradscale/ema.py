@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from .core.finite import is_floating
 from .core.masters import to_float32
 from .core.optimizer import LossScaleOptimizer
+from .core.trees import is_floating
 
 
 class EMA:

@@ -6,19 +6,19 @@ it inside the update kernel, so MLX never computes the float32 copy. After clipp
 accumulation or averaging, a step uses the gradient as is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .finite import all_finite, is_floating
+from .finite import all_finite
+from .fusion import each_use
 from .masters import HALF, to_float32
 from .notices import warn_user
-from .trees import Writes, commit, flatten, leaves, slots
+from .trees import Writes, commit, flatten, is_floating, leaves, slots
 
 
 class Casting(NamedTuple):
@@ -65,7 +65,7 @@ class Casting(NamedTuple):
         return x.astype(self.compute_dtype) if floating else x
 
 
-class Unscaled(mx.array):
+class LazyGradient(mx.array):
     """An unscaled gradient that refers to the scaled one until modified in place."""
 
     # The scaled gradient and the reciprocal of the scale.
@@ -75,7 +75,7 @@ class Unscaled(mx.array):
 def _forget_source(name: str) -> Callable[..., Any]:
     change = getattr(mx.array, name)
 
-    def change_in_place(self: Unscaled, *args: Any) -> Any:
+    def change_in_place(self: LazyGradient, *args: Any) -> Any:
         self.source = None
         return change(self, *args)
 
@@ -86,7 +86,7 @@ for _name in dir(mx.array):
     # In-place operators such as __imul__, and __setitem__.
     is_in_place = _name.startswith("__i") and hasattr(mx.array, f"__{_name[3:]}")
     if is_in_place or _name == "__setitem__":
-        setattr(Unscaled, _name, _forget_source(_name))
+        setattr(LazyGradient, _name, _forget_source(_name))
 
 
 class Backward:
@@ -339,7 +339,7 @@ def _with_gradient(
 
 def unscale(scaled: Any, inverse: mx.array) -> Any:
     """Lazily unscale gradients that are still scaled; the results refer to them."""
-    unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
+    unscaled = tree_map(LazyGradient, _unscale(scaled, inverse))
     for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
         if (origin := getattr(source, "source", None)) is not None:
             gradient[...] = source  # which is unscaled already
@@ -376,16 +376,6 @@ def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
     gradient = to_float32(gradient) * inverse
     # Bit-identical for finite values, including -0.0; inf minus inf is NaN.
     return gradient - (gradient - gradient)
-
-
-def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield an array over and over, as a fresh alias after every 512 uses.
-
-    Compiling takes time quadratic in the number of uses of one array.
-    """
-    while True:
-        yield from repeat(array, 512)
-        array = mx.depends(array, array)
 
 
 def loss_of(outputs: Any) -> mx.array:

@@ -4,6 +4,7 @@ No other file in the core uses private attributes of the optimizers that it step
 MLX renames one, tests/core/test_structure.py fails.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,8 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
-from .finite import is_floating
 from .masters import HALF, to_float32
-from .trees import flatten, restore, slots, snapshot
+from .trees import flatten, is_floating, restore, slots, snapshot
 
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
@@ -29,10 +29,10 @@ def check_supported(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {kind.__name__}.")
-    if hasattr(kind, "scaler"):
+    if is_wrapper(optimizer):
         raise TypeError(
-            "A LossScaleOptimizer has its own scaler, so it cannot be wrapped or used "
-            "with another GradScaler. Call its own update(model, grads)."
+            "A LossScaleOptimizer cannot be wrapped, or be part of a MultiOptimizer. "
+            "Wrap the MultiOptimizer: LossScaleOptimizer(MultiOptimizer([...]))."
         )
     bypassed: dict[str, Any] = {"update": Optimizer.update}
     if isinstance(optimizer, MultiOptimizer):
@@ -40,12 +40,24 @@ def check_supported(optimizer: Any) -> None:
         for part in optimizer.optimizers:
             check_supported(part)
     for name, method in bypassed.items():
-        if getattr(kind, name) is not method:
+        if getattr(kind, name) is not method or name in vars(optimizer):
             inner = " of its inner optimizers" if len(bypassed) > 1 else ""
             raise TypeError(
                 f"{kind.__name__} overrides {name}(), which mlx_gradscale does not "
                 f"call. Implement the step in apply_gradients(){inner} instead."
             )
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Return whether an optimizer is a ``LossScaleOptimizer``."""
+    return hasattr(type(optimizer), "_participant")
+
+
+def refuse_multi_optimizer() -> None:
+    """Raise if the caller's caller is a ``MultiOptimizer``."""
+    caller = sys._getframe(2).f_locals.get("self")
+    if isinstance(caller, MultiOptimizer):
+        check_supported(caller)
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
