@@ -9,84 +9,47 @@ accumulation or averaging, a step uses the gradient as is.
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map
 
-from .finite import all_finite, is_floating
+from .finite import is_floating
+from .forward import Casting, clean_up, is_opaque, writable_arrays
 from .masters import HALF, to_float32
-from .notices import warn_user
-from .trees import Writes, commit, flatten, leaves, slots
+from .notices import WarnOnce
+from .trees import commit, flatten, leaves, slots
+
+# What may change the values of an array in place, or hands out its memory.
+_CHANGES_IN_PLACE = (
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
+    *("__irshift__", "__setitem__", "__dlpack__", "__buffer__"),
+)
 
 
-class Casting(NamedTuple):
-    """The casts that ``value_and_grad`` applies for the forward pass."""
-
-    compute_dtype: mx.Dtype | None = None
-    keep: Callable[[str, mx.array], bool] | None = None
-    cast_inputs: bool = True
-
-    def check(self) -> None:
-        """Raise if ``compute_dtype`` is invalid, or is missing where it is required."""
-        dtype = self.compute_dtype
-        if dtype is None and (self.keep is not None or not self.cast_inputs):
-            raise ValueError("keep= and cast_inputs=False require compute_dtype=.")
-        is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
-        if dtype is not None and not is_dtype:
-            raise ValueError(f"compute_dtype must be a float mx.Dtype, got {dtype!r}.")
-
-    def parameters(self, model: nn.Module, parameters: Any) -> Any:
-        """Return the trainable parameters in the dtypes of the forward pass."""
-        if self.compute_dtype is None:
-            return parameters
-        # float32_layers() marks the layers that compute in float32.
-        float32 = tuple(
-            f"{path}." if path else ""
-            for path, module in model.named_modules()
-            if getattr(module, "computes_in_float32", False)
-        )
-
-        def cast_parameter(path: str, x: mx.array) -> Any:
-            is_kept = self.keep is not None and self.keep(path, x)
-            return x if is_kept or path.startswith(float32) else self._cast(x)
-
-        return tree_map_with_path(cast_parameter, parameters)
-
-    def inputs(self, inputs: Any) -> Any:
-        """Return the loss function's arguments in the dtypes of the forward pass."""
-        if self.compute_dtype is None or not self.cast_inputs:
-            return inputs
-        return tree_map(self._cast, inputs, is_leaf=is_opaque)
-
-    def _cast(self, x: Any) -> Any:
-        floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
-        return x.astype(self.compute_dtype) if floating else x
-
-
-class Unscaled(mx.array):
-    """An unscaled gradient that refers to the scaled one until modified in place."""
+class LazyGradient(mx.array):
+    """An unscaled gradient that refers to the scaled one until it may have changed."""
 
     # The scaled gradient and the reciprocal of the scale.
     source: tuple[mx.array, mx.array] | None = None
 
 
 def _forget_source(name: str) -> Callable[..., Any]:
-    change = getattr(mx.array, name)
+    method = getattr(mx.array, name)
 
-    def change_in_place(self: Unscaled, *args: Any) -> Any:
+    def forget_source(self: LazyGradient, *args: Any, **kwargs: Any) -> Any:
         self.source = None
-        return change(self, *args)
+        return method(self, *args, **kwargs)
 
-    return change_in_place
+    return forget_source
 
 
-for _name in dir(mx.array):
-    # In-place operators such as __imul__, and __setitem__.
-    is_in_place = _name.startswith("__i") and hasattr(mx.array, f"__{_name[3:]}")
-    if is_in_place or _name == "__setitem__":
-        setattr(Unscaled, _name, _forget_source(_name))
+for _name in _CHANGES_IN_PLACE:
+    # NumPy reads __buffer__, which Python has from 3.12 on.
+    if hasattr(mx.array, _name):
+        setattr(LazyGradient, _name, _forget_source(_name))
 
 
 class Backward:
@@ -97,13 +60,7 @@ class Backward:
         # Tokens of the gradients that the last backward pass of scale_loss() unscaled.
         self._last_unscaled: set[object] | None = None
         self._has_derivative = False
-        self._warned: set[str] = set()
-
-    def warn_once(self, message: str) -> None:
-        """Warn at the user's line, once per scaler and message."""
-        if message not in self._warned:
-            self._warned.add(message)
-            warn_user(message)
+        self.warn_once = WarnOnce()
 
     def value_and_grad(
         self,
@@ -125,7 +82,7 @@ class Backward:
             outputs, grads = differentiate(model, loss_fn, args, kwargs, casting, scale)
             loss = loss_of(outputs)
             if casting.compute_dtype is not None and loss.dtype != mx.float32:
-                outputs = with_loss(outputs, loss.astype(mx.float32))
+                outputs = replace_loss(outputs, loss.astype(mx.float32))
             if scale is None:
                 own = model.trainable_parameters()
                 return outputs, tree_map(lambda g, p: g.astype(p.dtype), grads, own)
@@ -168,7 +125,7 @@ class Backward:
             loss = loss_of(outputs)
             self._check_loss_dtype(loss)
             scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
-            return with_loss(outputs, scaled)
+            return replace_loss(outputs, scaled)
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
@@ -198,18 +155,20 @@ class Backward:
         """Return 1 / scale; warn if no result of ``scale()`` was differentiated."""
         if not self._has_derivative:
             self.warn_once(
+                "not differentiated",
                 "scale() was called, but its result was never differentiated, so these "
                 "gradients were not scaled, and unscaling makes them too small. Call "
-                "scale() in the differentiated function, or use value_and_grad()."
+                "scale() in the differentiated function, or use value_and_grad().",
             )
         return 1.0 / self._state["scale"]
 
     def _check_loss_dtype(self, loss: mx.array) -> None:
         if loss.dtype == mx.float16:
             self.warn_once(
+                "float16 loss",
                 "The loss is float16, so the backward pass overflows and steps are "
                 "skipped while the scale is above 65504. Compute the loss in float32, "
-                "for example from logits.astype(mx.float32)."
+                "for example from logits.astype(mx.float32).",
             )
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -221,9 +180,10 @@ class Backward:
         ]
         if half:
             self.warn_once(
+                "float16 statistics",
                 f"{type(model).__name__} has BatchNorm layers with float16 running "
                 "statistics, where a variance above 65504 is inf. To compute them in "
-                f"float32, call mlx_gradscale.float32_layers(model, {half})."
+                f"float32, call mlx_gradscale.float32_layers(model, {half}).",
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:
@@ -231,10 +191,11 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
+                "float32 inputs",
                 f"{type(model).__name__} has {floating[0].dtype} parameters, but the "
                 "first array argument is float32, so MLX may compute in float32. Cast "
                 "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
-                "call mlx_gradscale.diagnostics.compute_dtypes()."
+                "call mlx_gradscale.diagnostics.compute_dtypes().",
             )
 
 
@@ -277,37 +238,6 @@ def differentiate(
     return outputs, gradients
 
 
-def clean_up(
-    places: Writes, trained: set[int], substitutes: list[mx.array] | None
-) -> None:
-    """After a forward pass, restore parameters, and buffers that became non-finite.
-
-    ``places`` contains the model's arrays before the forward pass, and ``substitutes``
-    those that replaced its parameters. If the forward pass itself assigned an array to
-    a parameter, the array stays, unless ``substitutes`` is None. Non-finite buffers are
-    restored because BatchNorm's running statistics would otherwise stay inf or NaN.
-    """
-    ids = None if substitutes is None else set(map(id, substitutes))
-    writes: Writes = []
-    for box, key, old in places:
-        new: Any = box.get(key) if isinstance(box, dict) else box[key]
-        if id(old) in trained:
-            if ids is None or id(new) in ids:
-                writes.append((box, key, old))
-            continue
-        is_replaced = new is not old and isinstance(new, mx.array)
-        if is_replaced and new.shape == old.shape and is_floating(new):
-            safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
-            writes.append((box, key, safe))
-    commit(writes)
-
-
-def writable_arrays(model: nn.Module) -> Writes:
-    """Return (container, key, array) for each model array that is not in a tuple."""
-    found = slots(model)
-    return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
-
-
 def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
     """Return ``x`` with a backward pass that unscales its gradient and records this."""
     if not isinstance(x, mx.array) or not is_floating(x):
@@ -322,7 +252,7 @@ def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) ->
                 "value_and_grad(), or the original loss, instead."
             )
         unscaled.add(token)
-        return unscale_leaf(cotangent, inverse)
+        return unscale_array(cotangent, inverse)
 
     return _with_gradient(x, inverse, unscale_gradient)
 
@@ -337,15 +267,17 @@ def _with_gradient(
     return identity(x, factor)
 
 
-def unscale(scaled: Any, inverse: mx.array) -> Any:
-    """Lazily unscale gradients that are still scaled; the results refer to them."""
-    unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
-    for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
-        if (origin := getattr(source, "source", None)) is not None:
-            gradient[...] = source  # which is unscaled already
-        alias = source.astype(source.dtype)  # the user may change the source in place
-        gradient.source = origin or (alias, inverse)
-    return unscaled
+def unscale(gradients: Any, inverse: mx.array) -> Any:
+    """Lazily unscale a tree of scaled gradients; lazy gradients stay unscaled."""
+    arrays, unscaled = leaves(gradients), []
+    for scaled, x in zip(arrays, _unscale_arrays(arrays, inverse), strict=True):
+        known = scaled.source if isinstance(scaled, LazyGradient) else None
+        gradient = LazyGradient(x if known is None else scaled)
+        # An alias, because the user may change the scaled gradient in place.
+        gradient.source = known or (scaled.astype(scaled.dtype), inverse)
+        unscaled.append(gradient)
+    # next() gets the old leaf as its default and never returns it.
+    return tree_map(partial(next, iter(unscaled)), gradients)
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
@@ -359,23 +291,23 @@ def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
     return tree[0]
 
 
+# Over a list: mx.compile does not tell a tree of lists from one of tuples.
 @mx.compile
-def _unscale(gradients: Any, inverse: mx.array) -> Any:
-    inverses = each_use(inverse)
-    return tree_map(lambda g: unscale_leaf(g, next(inverses)), gradients)
+def _unscale_arrays(scaled: list[mx.array], inverse: mx.array) -> list[mx.array]:
+    return list(map(unscale_array, scaled, each_use(inverse)))
 
 
-def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
+def unscale_array(scaled: mx.array, inverse: mx.array) -> mx.array:
     """Unscale a floating-point gradient in float32, replacing inf with NaN.
 
     Elementwise clipping would turn inf into a finite value, and the step would be
     applied. NaN survives clipping, accumulation and averaging.
     """
-    if not is_floating(gradient):
-        return gradient
-    gradient = to_float32(gradient) * inverse
+    if not is_floating(scaled):
+        return scaled
+    unscaled = to_float32(scaled) * inverse
     # Bit-identical for finite values, including -0.0; inf minus inf is NaN.
-    return gradient - (gradient - gradient)
+    return unscaled - (unscaled - unscaled)
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:
@@ -404,7 +336,7 @@ def loss_of(outputs: Any) -> mx.array:
     return loss
 
 
-def with_loss(outputs: Any, loss: mx.array) -> Any:
+def replace_loss(outputs: Any, loss: mx.array) -> Any:
     """Return the output of a loss function with its loss replaced."""
     if hasattr(outputs, "_fields"):
         return type(outputs)(loss, *outputs[1:])
@@ -418,8 +350,3 @@ def refuse_scaled(loss_fn: Any) -> None:
             "This loss function was returned by scale_loss() and would be scaled "
             "twice. Pass the original function."
         )
-
-
-def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must treat ``x`` (a model, say) as a leaf."""
-    return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

@@ -16,7 +16,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite_times, is_finite_magnitude, is_floating
-from .gradients import each_use
+from .gradients import LazyGradient, each_use
 from .masters import (
     HALF,
     Joined,
@@ -80,7 +80,8 @@ def inspect(
     is_scaled: set[str] = set()
     for leaf in leaves:
         gradients[leaf.path] = leaf.gradient
-        source = getattr(leaf.gradient, "source", None)
+        gradient = leaf.gradient
+        source = gradient.source if isinstance(gradient, LazyGradient) else None
         if source is not None and inverse is None:
             inverse = source[1]
         if source is None or source[1] is not inverse:

@@ -13,7 +13,8 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from . import scale as rule
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, refuse_scaled, unscale, unscale_in_place
+from .forward import Casting
+from .gradients import Backward, refuse_scaled, unscale, unscale_in_place
 from .guard import Plan, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
@@ -350,9 +351,10 @@ class GradScaler:
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
+                "no master weights",
                 "Some parameters are float16 or bfloat16 and have no master weights, "
                 "so small updates are lost. Use LossScaleOptimizer, or keep the "
-                "parameters in float32 and pass compute_dtype= to value_and_grad()."
+                "parameters in float32 and pass compute_dtype= to value_and_grad().",
             )
         # A gradient that was non-finite in unscale_() may have been clipped since.
         were_finite = stage.finite if stage else None
@@ -383,9 +385,10 @@ class GradScaler:
             )
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
+                "other gradients",
                 "These gradients do not come from this scaler, so small float16 "
                 "gradients may have underflowed. Get them from value_and_grad() or "
-                "scale_loss(). To train without loss scaling, use GuardedOptimizer."
+                "scale_loss(). To train without loss scaling, use GuardedOptimizer.",
             )
 
     def update(self, new_scale: float | mx.array | None = None) -> None:

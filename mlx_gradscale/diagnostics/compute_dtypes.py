@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..core.finite import is_floating
-from ..core.gradients import is_opaque
+from ..core.forward import is_opaque
 from ..core.masters import HALF
 from ..files.text import align, dtype_name
 from ..float32_layers.calls import Handler, handled, ordered_modules

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..core.finite import is_floating
-from ..core.gradients import is_opaque
+from ..core.forward import is_opaque
 from ..core.masters import HALF
 from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
