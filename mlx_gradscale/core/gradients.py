@@ -19,7 +19,7 @@ from .finite import is_floating
 from .forward import Casting, clean_up, is_opaque, writable_arrays
 from .masters import HALF, to_float32
 from .notices import WarnOnce
-from .trees import commit, flatten, leaves, slots
+from .trees import Leaf, Writes, commit, flatten, leaves, slots
 
 # What may change the values of an array in place, or hands out its memory.
 _CHANGES_IN_PLACE = (
@@ -57,8 +57,11 @@ class Backward:
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        # Tokens of the gradients that the last backward pass of scale_loss() unscaled.
-        self._last_unscaled: set[object] | None = None
+        # Whether the last backward pass of scale_loss() since the last step unscaled a
+        # gradient; None if there was no such pass.
+        self._has_unscaled: bool | None = None
+        # Where backward passes since then found the parameters that they unscale.
+        self._places: set[tuple[int, Any]] = set()
         self._has_derivative = False
         self.warn_once = WarnOnce()
 
@@ -79,7 +82,10 @@ class Backward:
                 self._warn_about_dtypes(model, args)
                 is_checked = True
             scale = self._state["scale"] if is_enabled else None
-            outputs, grads = differentiate(model, loss_fn, args, kwargs, casting, scale)
+            places, outputs, grads = differentiate(
+                model, loss_fn, args, kwargs, casting, scale
+            )
+            self._places.update([(id(box), key) for box, key, _ in places])
             loss = loss_of(outputs)
             if casting.compute_dtype is not None and loss.dtype != mx.float32:
                 outputs = replace_loss(outputs, loss.astype(mx.float32))
@@ -94,27 +100,33 @@ class Backward:
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
-        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients."""
+        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
+
+        Every array that enters unscales its own gradient: the arguments, and the
+        trainable parameters of ``model`` and of the models among the arguments.
+        """
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
             scale = self._state["scale"]
-            # A token for each gradient that the backward pass has unscaled.
-            unscaled: set[object] = set()
-
-            def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
-                self._last_unscaled = unscaled
-                return cotangent * scale
-
-            given = (args, kwargs) if model is None else model
-            found = [x for _, x in tree_flatten(given, is_leaf=is_opaque)]
-            models = [x for x in found if isinstance(x, nn.Module)]
+            given = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
+            models = [x for _, x in given if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
             trained = set(map(id, leaves([x.trainable_parameters() for x in models])))
-            wrap = partial(_with_unscaled_gradient, 1.0 / scale, unscaled)
-            if not models and args:
-                args = (tree_map(wrap, args[0], is_leaf=is_opaque), *args[1:])
+
+            def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> Any:
+                self._has_unscaled = True
+                return _unscale_and_scale_next(cotangent, inverse)
+
+            wrap = partial(_with_gradient, 1.0 / scale, unscale_gradient)
             own = [(box, key, wrap(x)) for box, key, x in places if id(x) in trained]
+
+            def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
+                self._has_unscaled = False
+                self._places.update([(id(box), key) for box, key, _ in own])
+                return cotangent * scale
+
+            args, kwargs = tree_map(wrap, (args, kwargs), is_leaf=is_opaque)
             try:
                 commit(own)
                 outputs = loss_fn(*args, **kwargs)
@@ -124,21 +136,37 @@ class Backward:
             clean_up(places, trained, [x for _, _, x in own])
             loss = loss_of(outputs)
             self._check_loss_dtype(loss)
-            scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
-            return replace_loss(outputs, scaled)
+            outputs = replace_loss(outputs, loss.astype(mx.float32))
+            # Scale the other outputs too, in case the caller adds them to the loss.
+            scale_output = partial(_with_gradient, scale, scale_gradient)
+            return tree_map(scale_output, outputs, is_leaf=is_opaque)
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def check_unscaled(self) -> None:
-        """Raise if the last backward pass of ``scale_loss()`` unscaled no gradients."""
-        unscaled, self._last_unscaled = self._last_unscaled, None
-        if unscaled is not None and not unscaled:
-            raise RuntimeError(
-                "These gradients are still scaled, because scale_loss() did not find "
-                "the differentiated parameters. Pass their model, scale_loss(loss_fn, "
-                "model), or make them the first argument of the loss function."
-            )
+    def check_unscaled(self, leaves: list[Leaf]) -> None:
+        """Raise if ``scale_loss()`` left a gradient of this step scaled.
+
+        A parameter that it did not find has a scaled gradient, or zero if the loss does
+        not depend on it. Inside ``mx.compile``, where no value can be read, the error
+        does not wait: passing the whole model is always right.
+        """
+        has_unscaled, self._has_unscaled = self._has_unscaled, None
+        places, self._places = self._places, set()
+        if has_unscaled is None:
+            return
+        floating = [leaf for leaf in leaves if is_floating(leaf.gradient)]
+        missed = [x for x in floating if (id(x.container), x.key) not in places]
+        if has_unscaled and len(missed) == len(floating):
+            return  # a parameter tree, or a model with gradients from elsewhere
+        for leaf in missed if has_unscaled else floating:
+            if not _is_zero(leaf.gradient):
+                raise RuntimeError(
+                    f"The gradient of {leaf.path!r} is still scaled, because "
+                    "scale_loss() did not find this parameter. Pass the whole model, "
+                    "scale_loss(loss_fn, model), or pass the parameters to the loss "
+                    "function as an argument."
+                )
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""
@@ -149,7 +177,7 @@ class Backward:
             return cotangent
 
         scaled = to_float32(output) * self._state["scale"]
-        return _with_gradient(scaled, mx.array(1.0), note)
+        return _with_gradient(mx.array(1.0), note, scaled)
 
     def inverse_scale(self) -> mx.array:
         """Return 1 / scale; warn if no result of ``scale()`` was differentiated."""
@@ -206,8 +234,8 @@ def differentiate(
     kwargs: dict[str, Any],
     casting: Casting,
     scale: mx.array | None,
-) -> tuple[Any, Any]:
-    """Return the output of the loss function and the gradients of the scaled loss.
+) -> tuple[Writes, Any, Any]:
+    """Return the model's arrays, the loss function's output and the scaled gradients.
 
     The gradients are with respect to the *cast* parameters and have their dtypes.
     If ``scale`` is None, the loss is not scaled.
@@ -235,32 +263,22 @@ def differentiate(
         raise
     is_cast = casting.compute_dtype is not None
     clean_up(places, trained, None if is_cast else substitutes)
-    return outputs, gradients
+    return places, outputs, gradients
 
 
-def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
-    """Return ``x`` with a backward pass that unscales its gradient and records this."""
-    if not isinstance(x, mx.array) or not is_floating(x):
-        return x
-    token = object()
-
-    def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
-        if token in unscaled:
-            raise RuntimeError(
-                "A loss from scale_loss() cannot be differentiated twice: the result "
-                "would be wrong by a factor of the scale. Differentiate the result of "
-                "value_and_grad(), or the original loss, instead."
-            )
-        unscaled.add(token)
-        return unscale_array(cotangent, inverse)
-
-    return _with_gradient(x, inverse, unscale_gradient)
+def _is_zero(gradient: mx.array) -> bool:
+    try:
+        return not mx.any(gradient).item()
+    except (RuntimeError, ValueError):  # a tracer from mx.compile
+        return False
 
 
 def _with_gradient(
-    x: mx.array, factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array]
+    factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array], x: Any
 ) -> Any:
-    """Return ``x`` with ``gradient(cotangent, factor)`` as its backward pass."""
+    """Return a floating array with ``gradient(cotangent, factor)`` as its gradient."""
+    if not isinstance(x, mx.array) or not is_floating(x):
+        return x
     identity = mx.custom_function(lambda x, factor: x)
     zero = mx.zeros_like(factor)
     identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
@@ -308,6 +326,12 @@ def unscale_array(scaled: mx.array, inverse: mx.array) -> mx.array:
     unscaled = to_float32(scaled) * inverse
     # Bit-identical for finite values, including -0.0; inf minus inf is NaN.
     return unscaled - (unscaled - unscaled)
+
+
+_unscale_and_scale_next: Any = mx.custom_function(unscale_array)
+# An unscaled gradient is an output like the loss: what differentiates it is scaled in
+# turn, by inverse * scale, until it reaches an array that unscales its gradient.
+_unscale_and_scale_next.vjp(lambda primals, cotangent, _: (cotangent, 0 * primals[1]))
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:

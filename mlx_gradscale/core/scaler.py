@@ -205,15 +205,15 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change, and its gradients are unscaled and in
-        float32. You can differentiate with respect to the model's parameters or,
-        without a model, the arrays in the first argument.
+        The value of the loss does not change. Its gradients with respect to the model's
+        parameters and all arguments are unscaled and in float32. A step raises if it
+        receives the gradient of another parameter of the model.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
-            model (nn.Module, optional): The model to differentiate. Default: the models
-                among the arguments of each call.
+            model (nn.Module, optional): The model to differentiate. Default: ``None``;
+                models among the arguments are always found.
 
         Example:
             >>> import mlx.core as mx
@@ -377,7 +377,7 @@ class GradScaler:
         return unscale(grads, self._backward.inverse_scale())
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
-        self._backward.check_unscaled()
+        self._backward.check_unscaled(leaves)
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
             raise ValueError(
                 "There are no gradients of floating-point parameters. Unfreeze some "
