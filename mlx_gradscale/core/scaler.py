@@ -15,8 +15,9 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from . import scale as rule
 from .finite import all_finite_times, arrays
+from .forward import Casting
 from .fusion import root_of
-from .gradients import Backward, Casting, refuse_scaled, unscale, unscale_in_place
+from .gradients import Backward, refuse_scaled, unscale, unscale_in_place
 from .guard import Participant, Plan, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
@@ -210,15 +211,15 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change, and its gradients are unscaled and in
-        float32. You can differentiate with respect to the model's parameters or,
-        without a model, the arrays in the first argument.
+        The value of the loss does not change. Its gradients with respect to the model's
+        parameters and all arguments are unscaled and in float32. A step raises if it
+        receives the gradient of another parameter of the model.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
-            model (nn.Module, optional): The model to differentiate. Default: the models
-                among the arguments of each call.
+            model (nn.Module, optional): The model to differentiate. Default: ``None``;
+                models among the arguments are always found.
 
         Example:
             >>> import mlx.core as mx
@@ -409,7 +410,7 @@ class GradScaler:
         return planned
 
     def _check_leaves(self, leaves: list[Leaf], participant: Participant) -> None:
-        self._backward.check_unscaled()
+        self._backward.check_unscaled(leaves)
         is_alone = participant.ranks.is_single
         if is_alone and not any(is_floating(x.gradient) for x in leaves):
             raise ValueError(
@@ -419,16 +420,18 @@ class GradScaler:
             return
         if self._mode is None and self._scales:
             self._backward.warn_once(
+                "other gradients",
                 "These gradients do not come from this scaler, so small float16 "
                 "gradients may have underflowed. Get them from value_and_grad() or "
-                "scale_loss(). To train without loss scaling, use GuardedOptimizer."
+                "scale_loss(). To train without loss scaling, use GuardedOptimizer.",
             )
         dtypes = {leaf.parameter.dtype for leaf in leaves}
         if participant.masters is None and not dtypes.isdisjoint(HALF):
             self._backward.warn_once(
+                "no master weights",
                 "Some parameters are float16 or bfloat16 and have no master weights, "
                 "so small updates are lost. Use LossScaleOptimizer, or keep the "
-                "parameters in float32 and pass compute_dtype= to value_and_grad()."
+                "parameters in float32 and pass compute_dtype= to value_and_grad().",
             )
 
     def _add_user(self, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..core.gradients import is_opaque
+from ..core.forward import is_opaque
 from ..core.masters import HALF
 from ..core.trees import is_floating
 from ..files.text import dtype_name

@@ -12,7 +12,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from ..core.gradients import is_opaque, loss_of
+from ..core.forward import is_opaque
+from ..core.gradients import loss_of
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name

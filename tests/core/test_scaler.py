@@ -212,6 +212,18 @@ def test_one_tree_unscaled_for_two_optimizers_is_unscaled_once(tree):
         assert type(grads) is type(tree) or isinstance(grads, mx.array)
 
 
+@pytest.mark.compiles
+def test_unscale_keeps_lists_tuples_and_namedtuples_apart_when_compiled():
+    scaler = used(GradScaler(8.0))
+    for tree in ([0.5, 2.0], (0.5, 2.0), Pair(0.5, 2.0)):
+        for given in (tree, {"a": tree, "b": [tree]}):
+            grads = tree_map(lambda x: mx.array(8.0 * x), given)
+            found = scaler.unscale_(optim.SGD(1.0), grads)
+            assert tree_map(mx.array.item, found) == given
+            outer = found if given is tree else found["b"][0]
+            assert type(outer) is type(tree)
+
+
 def test_tree_unscaled_for_one_optimizer_is_not_unscaled_in_the_step_of_another():
     scaler, weights = used(GradScaler(8.0)), {"w": mx.array(1.0)}
     grads = scaler.unscale_(optim.SGD(1.0), {"w": mx.array(4.0)})
