@@ -46,6 +46,11 @@ class EMA:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None = None, decay: float = 0.999
     ):
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be an mlx.optimizers.Optimizer, got {optimizer!r}. "
+                "Pass the decay by name: EMA(model, decay=0.999)."
+            )
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
         self._optimizer = optimizer

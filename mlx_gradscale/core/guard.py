@@ -31,8 +31,8 @@ from .optimizers import (
     autocompiled,
     borrowed,
     is_builtin,
-    parts,
     scheduled_values,
+    split,
     split_paths,
 )
 from .ranks import Ranks
@@ -194,9 +194,9 @@ def plan(
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
-        split = split_paths(optimizer, gradients)
+        owners = split_paths(optimizer, gradients)
         # Arrays are passed by position, so a state in another order needs a new trace.
-        order = [list(arrays.gradients), [where for where, *_ in places], split]
+        order = [list(arrays.gradients), [where for where, *_ in places], owners]
         run = autocompiled(make_run, optimizer, (order, inspected.scaled))
         state, new = run(old, scheduled_values(optimizer), arrays)
     elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
@@ -304,7 +304,7 @@ def _step(
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, own in parts(optimizer, tree(gradients)):
+    for part, own in split(optimizer, tree(gradients)):
         try:
             new = dict(flatten(part.apply_gradients(own, full)))
             for path, x in new.items():
@@ -382,7 +382,7 @@ def _select(
         remainder = mx.where(applied, remainder, stored["remainders"])
         weight = fusion.select_deep(
             *(applied, rounded, parameter, remainder, moments),
-            inner=[gradient, old.master, *old.parts],
+            inner=[gradient, old.master, *old.steps],
         )
         return weight, {"remainders": remainder}
     if stored:

@@ -68,7 +68,8 @@ class SkipWatch:
             warn_once(
                 "low scale",
                 f"At a loss scale of {scale:.2g}, gradients below "
-                f"{2.0**-25 / scale:.1g} underflow to zero in float16. Once overflows "
-                "have stopped, reset the scale with scaler.update(65536.0). To keep it "
-                "from falling this far, create GradScaler(min_scale=1.0).",
+                f"{2.0**-25 / scale:.1g} underflow to zero in float16. If some batches "
+                "contain NaN, filter them out, or create GradScaler(min_scale=1.0) to "
+                "keep the scale from falling this far. Once overflows have stopped, "
+                "reset it with scaler.update(65536.0).",
             )

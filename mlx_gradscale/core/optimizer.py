@@ -249,9 +249,17 @@ class LossScaleOptimizer(Optimizer):
             masters (Any): The float32 values that the parameters were rounded from, in
                 the same structure. Parameters may be left out.
         """
-        for leaf in match(masters, parameters, "master weight"):
-            if leaf.parameter.dtype in HALF:
-                self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
+        found = match(masters, parameters, "master weight")
+        found = [leaf for leaf in found if leaf.parameter.dtype in HALF]
+        for path, _, _, weight, master in found:
+            rounded = master.astype(mx.float32).astype(weight.dtype)
+            if not mx.array_equal(rounded, weight, equal_nan=True):
+                raise ValueError(
+                    f"The master weights of {path!r} do not round to the parameter. "
+                    "Set the parameter first, or leave out its master weights."
+                )
+        for path, _, _, weight, master in found:
+            self._masters.set(path, master, weight)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -80,12 +80,12 @@ def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield optimizer
 
 
-def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
+def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     """Yield each single optimizer with the part of a tree that it updates."""
     if isinstance(optimizer, MultiOptimizer):
         trees = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, trees, strict=True):
-            yield from parts(inner, part)
+            yield from split(inner, part)
     else:
         yield optimizer, tree
 
@@ -94,7 +94,7 @@ def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
     """List the paths that each part of a ``MultiOptimizer`` updates; [] for others."""
     if not isinstance(optimizer, MultiOptimizer):
         return []
-    return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
+    return [[path for path, _ in flatten(part)] for _, part in split(optimizer, tree)]
 
 
 def needs_init(optimizer: Optimizer) -> bool:
@@ -113,7 +113,7 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
     MLX initializes state in the dtype of the parameters. In float16, Adam's second
     moment would stay zero after a step with a gradient below 5e-3.
     """
-    for part, tree in parts(optimizer, parameters):
+    for part, tree in split(optimizer, parameters):
         if "step" not in part.state:
             part.state["step"] = mx.array(0, mx.uint64)
         part.init(tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree))
