@@ -37,12 +37,22 @@ VARIANTS = {
     "float32": (mx.float32, None, {"color": "#8c959f", "linewidth": 7}),
     "bfloat16": (mx.bfloat16, None, {"color": "#cf222e", "marker": "o"}),
     "bfloat16 + master weights": (mx.bfloat16, GuardedOptimizer, {"color": "#0969da"}),
-    "float16": (mx.float16, None, {"color": "#bc4c00", "marker": "x"}),
+    "float16": (mx.float16, None, {"color": "#bc4c00", "marker": "X", "zorder": 3}),
     "float16 + master weights + loss scale": (
         mx.float16,
         LossScaleOptimizer,
         {"color": "#1a7f37", "linestyle": "--"},
     ),
+}
+STYLE = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "font.size": 12,
+    "grid.color": "#d0d7de",
+    "lines.linewidth": 2.5,
+    "lines.markersize": 8,
 }
 
 
@@ -134,7 +144,7 @@ def compare(rates: list[float], seeds: int, pretraining: int, steps: int) -> np.
                 optimizer = optim.AdamW(rate)
                 if wrap:
                     optimizer = wrap(optimizer)
-                progress.set_description(f"seed {seed}, {rate:g}, {name:38}")
+                progress.set_description(f"seed {seed}, {in_text(rate)}, {name:38}")
                 losses = train(
                     model, optimizer, text[:split], steps, seed, progress, held_out
                 )
@@ -149,9 +159,14 @@ def kept_progress(results: np.ndarray) -> np.ndarray:
     return (start - results[..., -1]) / (start - results[0, ..., -1])
 
 
+def in_text(rate: float) -> str:
+    """Return 1e-5 instead of 1e-05."""
+    return f"{rate:.0e}".replace("-0", "-")
+
+
 def show(title: str, values: np.ndarray, rates: list[float], form: str) -> None:
     """Print the mean of each run over its seeds, and the lowest and the highest."""
-    print(f"\n{title:38}" + "".join(f"{rate:>23g}" for rate in rates))
+    print(f"\n{title:38}" + "".join(f"{in_text(x):>23}" for x in rates))
     for name, row in zip(VARIANTS, values, strict=True):
         cells = [
             f"{x.mean():{form}} ({x.min():{form}} to {x.max():{form}})" for x in row
@@ -162,9 +177,7 @@ def show(title: str, values: np.ndarray, rates: list[float], form: str) -> None:
 
 def draw(results: np.ndarray, rates: list[float], path: str) -> None:
     """Draw the losses at one rate, and the share of float32's progress at all rates."""
-    plt.rcParams.update({"font.size": 12, "lines.linewidth": 2.5, "axes.grid": True})
-    plt.rcParams.update({"grid.color": "#d0d7de", "axes.titlelocation": "left"})
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(STYLE)
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 5), layout="constrained", width_ratios=(4, 3)
     )
@@ -178,13 +191,17 @@ def draw(results: np.ndarray, rates: list[float], path: str) -> None:
         right.plot(rates, kept[i].mean(axis=-1), **style)
         low, high = kept[i].min(axis=-1), kept[i].max(axis=-1)
         right.fill_between(rates, low, high, color=style["color"], alpha=0.2)
-    left.set_title(f"Validation loss at a learning rate of {rates[shown]:g}")
+    for rate, share in zip(rates, kept[1].mean(axis=-1), strict=True):
+        right.annotate(
+            f"{share:.0f}%", (rate, share), (8, -12), textcoords="offset points"
+        )
+    left.set_title(f"Validation loss, learning rate {in_text(rates[shown])}")
     left.set_xlabel("step of full fine-tuning")
     left.legend(frameon=False, loc="lower left")
     left.margins(y=0.25)
     right.set_title("Share of float32's progress")
     right.set(xlabel="learning rate", xscale="log", ylim=(0, 120))
-    right.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    right.set_xticks(rates, [in_text(rate) for rate in rates])
     right.minorticks_off()
     right.yaxis.set_major_formatter("{x:.0f}%")
     figure.savefig(path, dpi=110)

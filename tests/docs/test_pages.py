@@ -1,6 +1,7 @@
 """The code blocks of README, guides and CONTRIBUTING run, and their links resolve."""
 
 import re
+import runpy
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -38,6 +39,26 @@ def test_links_of_page_resolve(path):
 def test_dotted_names_on_page_exist(path):
     for name in pages.names(path):
         resolve_name(name)
+
+
+def test_site_links_to_the_repository_that_builds_it(monkeypatch):
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    for name, link in (
+        ("", "clone of the repository:"),
+        ("a/b", "github.com/a/b/blob"),
+    ):
+        monkeypatch.setenv("GITHUB_REPOSITORY", name)
+        page = [(ROOT / "docs" / "index.md").read_text()]
+        runpy.run_path(str(ROOT / "docs" / "conf.py"))["read_page"](None, "index", page)
+        assert link in page[0]
+
+
+def test_site_shows_every_picture_as_an_image_that_sphinx_copies():
+    read_page = runpy.run_path(str(ROOT / "docs" / "conf.py"))["read_page"]
+    for path in DOCS:
+        page = [path.read_text()]
+        read_page(None, str(path.relative_to(ROOT / "docs").with_suffix("")), page)
+        assert "<img" not in page[0], path
 
 
 def test_paths_in_the_architecture_guide_exist():
