@@ -86,13 +86,13 @@ def test_resume_example_continues_a_killed_run_bit_identically():
     assert "60 of 60 losses are bit-identical" in output
 
 
-def test_make_pictures_and_two_examples_draw_the_pictures_of_the_repository(tmp_path):
+def test_make_pictures_draws_the_pictures_that_no_example_draws(tmp_path):
     pytest.importorskip("tqdm", reason="the examples are not installed")
     arguments = ["--steps", "12", "--output", str(tmp_path)]
     run("make_pictures.py", *arguments, folder="tools")
+    committed = {path.name for path in (ROOT / "examples" / "pictures").iterdir()}
     drawn = {path.name for path in tmp_path.iterdir()}
-    committed = {path.name for path in (ROOT / "examples" / "pictures").glob("*.png")}
-    assert drawn | {"finetune.png", "quickstart.png"} == committed
+    assert drawn == committed - {"finetune.png", "quickstart.png"}
 
 
 def test_torch_resume_example_agrees_with_pytorch():
