@@ -1,4 +1,4 @@
-"""Safe float16 training for MLX: loss scaling, master weights, PyTorch checkpoints."""
+"""Half-precision training for MLX: master weights, loss scaling, PyTorch checkpoints."""
 
 import importlib
 from types import ModuleType
