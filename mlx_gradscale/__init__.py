@@ -1,4 +1,4 @@
-"""Half-precision training for MLX: master weights, loss scaling, PyTorch checkpoints."""
+"""Half-precision training for MLX: master weights, loss scaling, PyTorch runs."""
 
 import importlib
 from types import ModuleType
