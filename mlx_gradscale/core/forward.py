@@ -55,6 +55,8 @@ class Casting(NamedTuple):
 
         A container without any is returned itself, because a module may write to it.
         """
+        if isinstance(x, mx.array):
+            return self.cast(x)
         new = tree_map(self.cast, x, is_leaf=is_opaque)
         return new if any(map(is_not, leaves(new), leaves(x))) else x
 

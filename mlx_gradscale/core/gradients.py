@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 from .finite import is_floating
 from .forward import Casting, Entrance, is_opaque, preserve
 from .masters import HALF, to_float32
-from .notices import WarnOnce
+from .notices import SKIPS_TO_WARN, WarnOnce
 from .trees import Leaf, commit, flatten, leaves, slots
 
 # What may change the values of an array in place, or hands out its memory.
@@ -76,11 +76,12 @@ class Backward:
         """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
         is_cast = casting.compute_dtype is not None
         is_checked = is_cast or not is_enabled
+        updates, last_scale, last_weights = 0, None, 0
         entrance = Entrance(casting) if is_cast and casting.cast_inputs else None
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_checked
+            nonlocal is_checked, updates, last_scale, last_weights
             if not is_checked:
                 self._warn_about_dtypes(model, args)
                 is_checked = True
@@ -110,6 +111,13 @@ class Backward:
             if loss.dtype == mx.float16:
                 self._warn_about_loss()
             self._places.update(places)
+            # A step replaces the scale, even by the same value.
+            weights = id(next(iter(places.values()))[2]) if places else 0
+            is_changed = weights != last_weights
+            updates = updates + is_changed if scale is last_scale else 0
+            last_scale, last_weights = scale, weights
+            if updates == SKIPS_TO_WARN:
+                self._warn_about_updates()
             return outputs, unscale(gradients, 1.0 / scale)
 
         return value_and_grad_fn
@@ -210,6 +218,15 @@ class Backward:
             "The loss is float16, so the backward pass overflows and steps are skipped "
             "while the scale is above 65504. Compute the loss in float32, for example "
             "from logits.astype(mx.float32).",
+        )
+
+    def _warn_about_updates(self) -> None:
+        self.warn_once(
+            "no step",
+            f"The weights changed {SKIPS_TO_WARN} times without a step of this scaler, "
+            "so a gradient that overflows writes NaN into them. Instead of update() of "
+            "the optimizer itself, call step() and update() of the GradScaler, or "
+            "update() of a LossScaleOptimizer.",
         )
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:

@@ -52,6 +52,42 @@ def test_run_that_only_skips_warns_once_within_50_steps_of_the_fiftieth(kind):
     assert "explain_overflow" in found[0][1]
 
 
+def update_by(scaler, optimizer, model, grads):
+    optimizer.update(model, grads)
+
+
+def minimize(scaler, optimizer, model, grads):
+    scaler.minimize(optimizer, model, grads)
+
+
+def read(scaler, optimizer, model, grads):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("update", "every", "dynamic", "n_warnings"),
+    [
+        (update_by, 1, True, 1),
+        (minimize, 1, True, 0),
+        (minimize, 1, False, 0),
+        (minimize, 64, True, 0),
+        (read, 1, True, 0),
+    ],
+)
+def test_updates_that_bypass_the_scaler_warn_once(update, every, dynamic, n_warnings):
+    model, optimizer, scaler = Mlp(), optim.SGD(0.01), GradScaler(64.0, dynamic=dynamic)
+    fn = scaler.value_and_grad(model, mse(model))
+
+    def step(i):
+        _, grads = fn(*batch(n=4))
+        if i % every == 0:  # accumulation, apart from the sum
+            update(scaler, optimizer, model, grads)
+
+    found = [text for _, text in warnings_of(step, range(1, 131))]
+    assert len(found) == n_warnings
+    assert all("without a step of this scaler" in text for text in found)
+
+
 @pytest.mark.parametrize("start", [0, 3, 30, 49])
 def test_streak_of_50_skipped_steps_warns_wherever_it_starts(start):
     factors = [1.0] * start + [INF] * 50 + [1.0] * 100
