@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite, is_floating
-from .trees import CONTAINERS, Writes, commit, leaves, walk
+from .trees import Writes, commit, leaves, walk
 
 
 class Casting(NamedTuple):
@@ -109,7 +109,8 @@ class Entrance:
             is_entered = id(module) in self._entered
             self._set_classes(1)
             try:
-                if is_entered and _has_dtype(module, self._casting.compute_dtype):
+                dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
+                if is_entered and self._casting.compute_dtype in dtypes:
                     cast = self._casting.cast_argument
                     args = tuple(map(cast, args))
                     kwargs = dict(zip(kwargs, map(cast, kwargs.values()), strict=True))
@@ -140,18 +141,6 @@ class _Hidden:
 
     def __init_subclass__(cls) -> None:
         pass
-
-
-def _has_dtype(module: nn.Module, dtype: mx.Dtype | None) -> bool:
-    trees: list[Any] = [module]
-    while trees:
-        tree = trees.pop()
-        for key, x in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            if isinstance(x, mx.array) and x.dtype == dtype:
-                return True
-            if isinstance(x, CONTAINERS) and not str(key).startswith("_"):
-                trees.append(x)
-    return False
 
 
 @contextmanager

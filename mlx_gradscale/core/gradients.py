@@ -169,8 +169,8 @@ class Backward:
         """Raise if ``scale_loss()`` left a gradient of this step scaled.
 
         A parameter that it did not find has a scaled gradient, or zero if the loss does
-        not depend on it. Inside ``mx.compile``, where no value can be read, the error
-        does not wait: passing the whole model is always right.
+        not depend on it. Inside ``mx.compile``, no value can be read, and either is an
+        error: passing the whole model is always right.
         """
         has_unscaled, self._has_unscaled = self._has_unscaled, None
         places, self._places = self._places, set()
@@ -181,7 +181,8 @@ class Backward:
         if has_unscaled and len(missed) == len(floating):
             return  # a parameter tree, or a model with gradients from elsewhere
         for leaf in missed if has_unscaled else floating:
-            if not _is_zero(leaf.gradient):
+            is_lazy = isinstance(leaf.gradient, LazyGradient)
+            if not is_lazy and not _is_zero(leaf.gradient):
                 raise RuntimeError(
                     f"The gradient of {leaf.path!r} is still scaled, because "
                     "scale_loss() did not find this parameter. Pass the whole model, "
