@@ -61,3 +61,14 @@ def test_skipped_step_keeps_the_bits_of_every_bfloat16_number(make, wrap):
         new = scaler.apply_gradients(make(), grads, weights)
     assert not scaler.last_step_applied.item()
     assert mx.array_equal(new["w"].view(mx.uint16), bits).item()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("dtype", "bits", "nan"),
+    [(mx.float32, mx.uint32, 0x7F800001), (mx.bfloat16, mx.uint16, 0x7F81)],
+)
+def test_mlx_where_preserves_the_bits_of_subnormals_and_nans(dtype, bits, nan):
+    select = mx.compile(lambda x, keep: mx.where(keep, x, x + 1))
+    x = mx.array([1, nan], bits).view(dtype)
+    assert select(x, mx.array(True)).view(bits).tolist() == [1, nan]

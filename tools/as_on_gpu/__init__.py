@@ -82,6 +82,21 @@ def record() -> Iterator[list[Launch]]:
         library.as_on_gpu_record(False)
 
 
+@contextmanager
+def compiled_kernels() -> Iterator[None]:
+    """Compile fused kernels with g++ instead of replaying them, if the tool is active.
+
+    A replay keeps intermediate arrays, so only this shows how much memory a step takes.
+    Fused kernels are not recorded.
+    """
+    switch = getattr(ctypes.CDLL(None), "as_on_gpu_compile", lambda on: None)
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+
+
 def _parse(line: str) -> Launch:
     primitive, *numbers, inputs, outputs = line.split("\t")
     count, moved, elements, buffers = map(int, numbers)
@@ -152,9 +167,6 @@ def main(arguments: list[str]) -> int:
         print(reason)
         return 0
     environment = dict(os.environ)
-    if arguments[:1] == ["--compile"]:
-        environment["AS_ON_GPU_COMPILE"] = "1"
-        arguments = arguments[1:]
     paths = [str(FOLDER.parents[1]), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder:

@@ -9,8 +9,8 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -49,7 +49,7 @@ const std::set<std::string> VIEWS = {
 
 char* libmlx;  // where libmlx.so starts in memory
 std::mutex mutex;
-bool recording = false;
+bool recording = false, compiling = false;
 std::string records;  // one line per launch
 
 void* buffer_of(const array& x) {
@@ -67,7 +67,8 @@ struct Launch {
   std::string name;
   std::ostringstream dtypes;
   size_t buffers = 0, bytes = 0, count = 1, largest_input = 0;
-  std::set<const void*> addresses, shared;
+  std::set<const void*> shared;
+  std::map<const void*, size_t> read_from;  // bytes by address
 
   explicit Launch(const Primitive& primitive) : name(primitive.name()) {
     if (typeid(primitive) == typeid(Compiled)) {
@@ -84,9 +85,9 @@ struct Launch {
     }
     shared.insert(buffer_of(x));
     // A kernel reads views of the same elements, such as weights and their bits, once.
-    if (addresses.insert(x.data<char>()).second) {
-      bytes += bytes_of(x);
-    }
+    auto& known = read_from[x.data<char>()];
+    bytes += std::max(bytes_of(x), known) - known;
+    known = std::max(bytes_of(x), known);
     largest_input = std::max(largest_input, x.size());
   }
 
@@ -212,7 +213,7 @@ __attribute__((constructor)) void start() {
 // Replays a fused kernel primitive by primitive, so that nothing is compiled.
 void Compiled::eval_cpu(
     const std::vector<array>& inputs, std::vector<array>& outputs) {
-  if (std::getenv("AS_ON_GPU_COMPILE")) {
+  if (compiling) {
     call_mlx<Compiled*, const std::vector<array>&, std::vector<array>&>(
         COMPILED_EVAL_CPU, this, inputs, outputs);
     return;
@@ -286,6 +287,8 @@ void Compiled::eval_cpu(
 }
 
 }  // namespace mlx::core
+
+extern "C" void as_on_gpu_compile(bool on) { mlx::core::compiling = on; }
 
 extern "C" void as_on_gpu_record(bool on) {
   std::lock_guard lock(mlx::core::mutex);
