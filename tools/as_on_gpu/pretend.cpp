@@ -147,7 +147,7 @@ void new_thread_unsafe_stream(Stream stream) {
   flush_subnormals(stream);
 }
 
-// MLX dequantizes by a primitive of its own only on a GPU, so the CPU back-end has none.
+// MLX dequantizes by a primitive of its own only on a GPU, so the CPU backend has none.
 struct Dequantize : fast::Custom {
   static bool is(const array& x) {
     return x.primitive().name() == std::string("Quantize") && x.siblings().empty();
