@@ -91,6 +91,20 @@ def test_gradients_of_linear_layers_which_are_column_major_are_not_copied(mode):
     check_launches(launches, moved + MOMENTS["AdamW"])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_parameter_without_elements_launches_nothing(mode):
+    given, *_ = MODES[mode]
+    for name, clip in itertools.product(MOMENTS, (False, True)):
+        case = Case(OPTIMIZERS[name], clip=clip, **given)
+        for compiled in (True, False):
+            gradients = case.gradients([(0, 3), (2, 3)])
+            step = steps.scaled_step(case, gradients, compiled)
+            step.run()
+            with record() as launches:
+                step.run()
+            assert all(x.elements for x in launches)
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_is_one_kernel_per_parameter(name):
     for mode, (given, *_) in MODES.items():
