@@ -1,4 +1,4 @@
-"""What a step launches on a GPU: how many kernels, which dtypes, how many bytes.
+"""What a step costs on a GPU: how many kernels, bytes per parameter, and memory.
 
 The tool raises an error for a kernel with more than 31 buffers, so every step that is
 evaluated under it is also checked for that.
@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.helpers import OPTIMIZERS, Mlp, batch, mse
 
-from benchmarks import steps
+from benchmarks import peak_memory, steps
 from benchmarks.steps import Case
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from tools.as_on_gpu import record
@@ -118,27 +118,20 @@ def test_every_elementwise_optimizer_is_one_kernel_per_parameter(name):
 
 @pytest.mark.parametrize("kind", ["scaler", "wrapper", "clipped"])
 def test_unscaled_gradients_cost_kernels_only_if_they_are_read(kind):
-    def launches(reads_gradients):
-        mx.random.seed(0)
-        model, scaler, inner = Mlp(), GradScaler(64.0), optim.AdamW(1e-2)
-        norm = 1.0 if kind == "clipped" else None
-        optimizer = LossScaleOptimizer(inner, scaler, max_grad_norm=norm)
-        loss_and_grad = scaler.value_and_grad(model, mse(model))
-        for _ in range(3):
-            mx.eval(model.state, optimizer.state, inner.state)
-            _, grads = loss_and_grad(*batch())
-            if kind == "scaler":
-                scaler.minimize(inner, model, grads)
-            else:
-                optimizer.update(model, grads)
-            with record() as found:
-                mx.eval(model.state, optimizer.state, inner.state)
-                if reads_gradients:
-                    mx.eval(grads)
-        return sum(x.count for x in found), len(tree_flatten(grads))
-
-    (unread, n_leaves), (read, _) = launches(False), launches(True)
-    assert read >= unread + n_leaves
+    model, scaler, inner = Mlp(), GradScaler(64.0), optim.AdamW(1e-2)
+    norm = 1.0 if kind == "clipped" else None
+    optimizer = LossScaleOptimizer(inner, scaler, max_grad_norm=norm)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    for _ in range(3):
+        _, grads = loss_and_grad(*batch())
+        if kind == "scaler":
+            scaler.minimize(inner, model, grads)
+        else:
+            optimizer.update(model, grads)
+        mx.eval(model.state, optimizer.state, inner.state)
+    with record() as launches:
+        mx.eval(grads)
+    assert len(launches) >= len(tree_flatten(grads))
 
 
 def test_mlx_fuses_outputs_with_a_common_root_into_one_kernel():
@@ -156,3 +149,24 @@ def test_mlx_fuses_outputs_with_a_common_root_into_one_kernel():
     with record() as fused:
         mx.eval(mx.compile(joined)(a, b))
     assert len(apart) > len(fused) == 1
+
+
+# Bytes per parameter: kept between steps, and beyond that at the peak of an update. An
+# update writes new arrays for all that is kept, and the check joins eight leaves into
+# one, which takes half a byte for float32.
+MEMORY = {
+    "AdamW, float32, MLX alone": (12, 12),
+    "AdamW, float32": (12, 12.5),
+    "AdamW, float32, max_grad_norm": (12, 12.5),
+    "AdamW, float16, float32 master weights": (14, 14.25),
+    "AdamW, float16, remainders": (12, 12.25),
+    "AdamW, float32 computed in float16": (12, 12.25),
+}
+
+
+@pytest.mark.parametrize("name", peak_memory.RUNS)
+def test_step_takes_no_more_bytes_per_parameter_than_documented(name):
+    most_kept, most_added = MEMORY[name]
+    kept, _ = peak_memory.whole_step(name, width=128)
+    assert kept == pytest.approx(most_kept, abs=0.1)
+    assert peak_memory.update(name) <= most_added + 0.01
