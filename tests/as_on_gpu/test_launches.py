@@ -1,7 +1,7 @@
 """What a step costs on a GPU: how many kernels, bytes per parameter, and memory.
 
-The tool raises an error for a kernel with more than 31 buffers, so every step that is
-evaluated under it is also checked for that.
+The tool raises an error for a kernel with more than 31 buffers or without elements, so
+every step that is evaluated under it is also checked for that.
 """
 
 import itertools

@@ -70,6 +70,11 @@ def test_fused_kernel_with_more_than_31_buffers_raises():
         mx.eval(compiled(*arrays))
 
 
+def test_fused_kernel_of_an_empty_array_raises():
+    with pytest.raises(RuntimeError, match="an array without elements"):
+        mx.eval(mx.compile(lambda x: mx.exp(x) * 2)(evaluated(0, 3)))
+
+
 def test_launches_are_recorded_with_bytes_buffers_and_dtypes():
     x, half = evaluated(64, 65), evaluated(64, 65, dtype=mx.float16)
     fused = mx.compile(lambda x, half: mx.exp(x) * half + 1)

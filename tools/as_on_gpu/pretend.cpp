@@ -236,6 +236,11 @@ void Compiled::eval_cpu(
         "A fused kernel needs " + std::to_string(launch.buffers + outputs.size()) +
         " buffers; Metal has " + std::to_string(MAX_BUFFERS) + ".");
   }
+  if (outputs[0].size() == 0 && stream().device == Device::gpu) {
+    throw std::runtime_error(
+        "A fused kernel is launched for an array without elements. MLX would ask Metal "
+        "for a grid of 0 threads.");
+  }
   auto broadcast = [&](const array& x, const Shape& shape) {
     auto view = broadcast_to(x, shape, stream());
     if (view.id() != x.id()) {
