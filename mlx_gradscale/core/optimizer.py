@@ -15,7 +15,6 @@ from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
     check_supported,
-    fingerprint,
     initialize,
     is_builtin,
     needs_init,
@@ -100,7 +99,9 @@ class LossScaleOptimizer(Optimizer):
                 "the scaler and the optimizer."
             )
         self._clips = max_grad_norm is not None
-        self._ranks = Ranks(group or self.scaler.group, average, sharded, self._clips)
+        self._ranks = Ranks(
+            self.scaler.group if group is None else group, average, sharded, self._clips
+        )
         self._masters = Masters(masters)
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
@@ -139,11 +140,9 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         if not self._ranks.is_single:
-            parts = list(single_optimizers(self.optimizer))
-            inner = fingerprint(self.optimizer, None) or list(map(type, parts))
-            rates = [part.state.get("learning_rate") for part in parts]
-            own = self.scaler.state_dict(), self._masters.kind, self.max_grad_norm
-            self._ranks.compare(parameters, repr((inner, rates, own)))
+            settings = {"masters": self._masters.kind} | self.scaler.state_dict()
+            settings["max_grad_norm"] = self.max_grad_norm
+            self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
             loaded = self._take_loaded() if self._is_loaded else None
@@ -192,12 +191,13 @@ class LossScaleOptimizer(Optimizer):
     def _plan(self, gradients: Any, parameters: Any) -> Plan:
         scaler = self._scaler
         gradients = scaler._unscaled(gradients, self, self.optimizer)
+        if self._needs_init():
+            leaves = match(gradients, parameters)
+            by_path = {leaf.path: leaf.parameter for leaf in leaves}
+            self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         if self._ranks.average:
             gradients = self._ranks.averaged(gradients)
         leaves = match(gradients, parameters)
-        if self._needs_init():
-            by_path = {leaf.path: leaf.parameter for leaf in leaves}
-            self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         scaler._check_leaves(leaves)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, self._ranks, max_norm)
