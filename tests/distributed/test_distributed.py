@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -178,23 +179,49 @@ def test_calibrate_finds_one_scale_for_all_ranks(two):
 
 
 DIFFERENCES = {
-    "seed": "the values of parameters",
-    "layer": "the names, shapes or dtypes of parameters",
-    "shape": "the names, shapes or dtypes of parameters",
-} | dict.fromkeys(
-    [
-        *("scale", "interval", "masters", "clipping", "norm"),
-        *("optimizer", "rate", "schedule", "decay"),
-    ],
-    "the settings of the optimizer or the scaler",
-)
+    "seed": "'layers.0.bias': rank 0 has float16 (8,) with checksum",
+    "layer": "'layers.1.bias': rank 0 has nothing, rank 1 has float16 (8,)",
+    "shape": "'out.weight': rank 0 has float16 (1, 8) with checksum",
+    "scale": "'scale': rank 0 has 256.0, rank 1 has 512.0.",
+    "interval": "'growth_interval': rank 0 has 8, rank 1 has 7.",
+    "masters": "'masters': rank 0 has 'float32', rank 1 has 'remainder'.",
+    "clipping": "'max_grad_norm': rank 0 has None, rank 1 has 1.0.",
+    "norm": "'max_grad_norm': rank 0 has 2.0, rank 1 has 1.0.",
+    "average": "'average': rank 0 has True, rank 1 has False.",
+    "optimizer": "'class': rank 0 has 'Lion', rank 1 has 'SGD'.",
+    "rate": "'learning_rate': rank 0 has 0.001, rank 1 has 0.01.",
+    "schedule": "'learning_rate': rank 0 has 0.001, rank 1 has 0.01.",
+    "decay": "'weight_decay': rank 0 has 0.01, rank 1 has 0.1.",
+}
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
-def test_init_raises_on_every_rank_if_one_of_them_differs(two, case):
+def test_init_names_what_differs_on_every_rank_with_both_values(two, case):
     for report in two:
-        error = f"ValueError: The ranks differ in {DIFFERENCES[case]}"
-        assert error in report["differ"][case]
+        assert report["differ"][case].startswith("ValueError: The ranks differ in ")
+        assert DIFFERENCES[case] in report["differ"][case]
+
+
+def test_rank_whose_gradients_differ_from_init_refuses_the_step_alone(two):
+    report = two[1]["frozen"]
+    assert (
+        "for 'layers.0.bias', expected a gradient of shape (8,), g" in report["freeze"]
+    )
+    assert "for 'more.bias', expected none, got a gradient of s" in report["add"]
+    assert "for 'out.bias', expected a gradient of shape (1,), g" in report["reshape"]
+    assert two[0]["frozen"]["moved"] == report["moved"] == 1.0
+
+
+def test_ranks_that_make_different_calls_raise_and_name_them(two):
+    one, other = (report["mixed up"] for report in two)
+    assert "called assert_in_sync(), but rank 1 called broadcast(). All" in one["call"]
+    assert (
+        "called broadcast(), but rank 0 called assert_in_sync(). All" in other["call"]
+    )
+    stranger = "rank 1 called another function that communicates, such as update()."
+    assert f"This rank called save_checkpoint(), but {stranger}" in one["one"]
+    assert "only 'if rank == 0'" in one["one"]
+    assert "connection to a peer was lost" in other["one"]
 
 
 @pytest.mark.parametrize("case", ["nothing", "broadcast", "shards"])
@@ -269,5 +296,11 @@ def test_wrong_group_arguments_are_refused_with_advice():
         LossScaleOptimizer(sgd, group=group, average="float32")
     with pytest.raises(ValueError, match="requires average= or sharded="):
         LossScaleOptimizer(sgd, group=group, max_grad_norm=1.0)
+    for wrong in (False, 0, [], "x"):
+        for refuse in (partial(LossScaleOptimizer, sgd), GradScaler):
+            with pytest.raises(TypeError, match="group must be an mx"):
+                refuse(group=wrong)
+        with pytest.raises(TypeError, match="group must be an mx"):
+            broadcast({}, wrong)
     with pytest.raises(ValueError, match="a different group"):
         LossScaleOptimizer(sgd, GradScaler(group=mx.distributed.init()), group=group)

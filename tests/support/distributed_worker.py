@@ -5,6 +5,7 @@ python distributed_worker.py FOLDER CHECK...
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +14,12 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import (
+    GradScaler,
+    GuardedOptimizer,
+    LossScaleOptimizer,
+    save_checkpoint,
+)
 from mlx_gradscale.core import ranks as core_ranks
 from mlx_gradscale.core.masters import to_float32
 from mlx_gradscale.diagnostics import calibrate
@@ -368,6 +374,7 @@ def differ(group):
     init("rate", inner=optim.AdamW(1e-2 if odd else 1e-3))
     rate = optim.cosine_decay(1e-2 if odd else 1e-3, 10)
     init("schedule", inner=optim.AdamW(rate))
+    init("average", average=not odd)
     init("masters", masters="remainder" if odd else "float32")
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
     init("decay", inner=optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01))
@@ -377,6 +384,53 @@ def differ(group):
     if odd:
         GradScaler(group=group)
     return found
+
+
+def frozen(group):
+    """A rank that freezes a layer refuses its step before it communicates."""
+    odd, found = group.rank() == 1, {}
+    for case, change in (
+        ("freeze", lambda m: m.freeze(keys=["bias"])),
+        ("add", lambda m: setattr(m, "more", nn.Linear(1, 1))),
+        ("reshape", lambda m: setattr(m, "out", nn.Linear(8, 2))),
+    ):
+        mx.random.seed(0)
+        model = Deep(1)
+        optimizer = LossScaleOptimizer(optim.SGD(0.1), group=group, average=True)
+        optimizer.init(model.trainable_parameters())
+        if odd:
+            change(model)
+            grads = tree_map(mx.ones_like, model.trainable_parameters())
+            found[case] = message(partial(optimizer.update, model, grads))
+    # All ranks can agree to train only a part of the model.
+    mx.random.seed(0)
+    model = Deep(1)
+    optimizer.init({"out": model.out.parameters()})
+    part = {"out": {"weight": mx.ones((1, 8)), "bias": mx.full((1,), 2.0 * odd)}}
+    before = model.out.bias
+    optimizer.update(model, part)
+    found["moved"] = mx.round((before - model.out.bias) * 10).item()
+    return found
+
+
+def mixed_up(group):
+    """Ranks that make different calls; the last of the checks, as it ends them."""
+    found, rank, tree = {}, group.rank(), {"x": mx.ones(2)}
+    calls = {"assert_in_sync": assert_in_sync, "broadcast": broadcast}
+    name = list(calls)[rank]
+    found["call"] = message(lambda: calls[name](tree, group))
+    model = Deep(1)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), group=group, average=True)
+    optimizer.init(model.trainable_parameters())
+    if rank == 0:
+        save = partial(save_checkpoint, "nothing", model, optimizer)
+        return found | {"one": message(save)}
+
+    def update():
+        optimizer.update(model, tree_map(mx.ones_like, model.trainable_parameters()))
+        mx.eval(model.state)
+
+    return found | {"one": message(update)}
 
 
 CHECKS = {
@@ -390,6 +444,8 @@ CHECKS = {
     "drift": drift,
     "calibrated": calibrated,
     "differ": differ,
+    "frozen": frozen,
+    "mixed up": mixed_up,
 }
 
 
