@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
-from support.helpers import Mlp, batch, bits, each_mode, mse
+from support.helpers import INF, Mlp, batch, bits, each_mode, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 
@@ -23,6 +23,7 @@ NAMES = [
     (mx, "value_and_grad"),
     (nn, "value_and_grad"),
     (nn.utils, "value_and_grad"),
+    (mx.fast, "scaled_dot_product_attention"),
     (optim.Optimizer, "update"),
     (optim.Optimizer, "apply_gradients"),
     (optim.MultiOptimizer, "apply_gradients"),
@@ -239,6 +240,75 @@ def test_float32_model_warns_once_and_is_not_scaled():
     with pytest.warns(UserWarning, match="not in half precision") as warned:
         assert run() == [wanted, wanted]
     assert len(warned) == 1
+
+
+def test_trainer_whose_update_promotes_the_model_to_float32_is_named_as_the_cause():
+    def run():
+        model = Mlp(dtype=mx.float16)
+        gradient = nn.value_and_grad(model, mse(model))
+        for i in range(3):
+            _, grads = gradient(*batch(i, dtype=mx.float16))
+            new = tree_map(lambda p, g: p - 0.1 * g, model.parameters(), grads)
+            model.update(new)
+
+    warns = pytest.warns(UserWarning, match="of this trainer|own update")
+    with warns as warned, everywhere():
+        run()
+    promoted, end = (str(each.message) for each in warned)
+    assert promoted.startswith("The trainer's own update has replaced half-precision")
+    assert end.startswith("Only the losses of this trainer were intercepted")
+
+
+def test_float32_mask_is_cast_in_attention_of_float16():
+    def train(dtype, steps=4):
+        mx.random.seed(5)
+        model = nn.TransformerEncoder(1, 16, 2, 32)
+        model.set_dtype(dtype)
+        # MLX's own mask, in float32, and a row that sees nothing.
+        mask = nn.MultiHeadAttention.create_additive_causal_mask(6)
+        mask = mx.concatenate([mx.full((1, 6), -1e9), mask[1:]])
+        gradient = nn.value_and_grad(model, lambda x: model(x, mask).square().mean())
+        optimizer = optim.AdamW(1e-2)
+        for i in range(steps):
+            x = mx.random.normal((2, 6, 16), key=mx.random.key(i)).astype(dtype)
+            loss, grads = gradient(x)
+            optimizer.update(model, grads)
+        return loss.item()
+
+    wanted = train(mx.float32)
+    original = mx.fast.scaled_dot_product_attention
+    with pytest.raises(ValueError, match="Mask type must promote to output type"):
+        train(mx.float16)
+    for dtype, compute_dtype in ((mx.float16, None), (mx.float32, mx.float16)):
+        with everywhere(compute_dtype=compute_dtype) as here:
+            found = train(dtype)
+        assert found == pytest.approx(wanted, rel=0.02)
+        assert here.report()[1] == "AdamW: 4 steps applied, 0 skipped"
+    assert mx.fast.scaled_dot_product_attention is original
+
+
+def test_auto_reports_the_layers_and_says_how_to_search_again():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.a.weight, self.b.weight = 2e4 * mx.eye(4), 1e-4 * mx.eye(4)
+            self.set_dtype(mx.float16)
+
+        def __call__(self, x, factor):
+            return factor * self.b(self.a(x))
+
+    model, optimizer = Grows(), optim.SGD(1e-6)
+    warns = pytest.warns(UserWarning, match="SGD skipped 12 of 15.*the last 12,.*again")
+    with warns, everywhere(float32_layers="auto") as here:
+        gradient = nn.value_and_grad(model, lambda x, y: model(x, y).mean())
+        for i in range(15):
+            factor = mx.array(1.0 if i < 3 else INF, mx.float16)
+            grads = gradient(mx.full((2, 4), 5.0, mx.float16), factor)[1]
+            optimizer.update(model, grads)
+    assert here.report()[0] == "These layers must compute in float32:"
+    assert here.report()[1].startswith("  a to b: ")
+    assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
 
 
 def test_compute_dtype_warns_that_it_does_not_apply_to_a_parameter_tree():
