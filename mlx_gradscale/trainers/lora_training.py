@@ -121,9 +121,9 @@ class Training:
         """Print a box like mlx-lm's that names the dtypes and the loss scale."""
         scaler = self.optimizer.scaler
         kind = "dynamic, from" if scaler.state["dynamic"] else "fixed at"
-        trained = _dtypes(self._model.trainable_parameters())
         rows = [
-            ("dtype", f"{_dtypes(self._model.parameters())} · {trained} trained"),
+            ("model", _dtypes(self._model.parameters())),
+            ("trained weights", _dtypes(self._model.trainable_parameters())),
             ("loss scale", f"{kind} {power(scaler.get_scale())}"),
         ]
         if self._world.rank() == 0:
