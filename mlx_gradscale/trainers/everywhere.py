@@ -128,9 +128,8 @@ class Everywhere:
     calls: Counter[str] = field(default_factory=Counter)
     #: The layers that ``float32_layers="auto"`` has found, as lines of text.
     found_layers: list[str] = field(default_factory=list)
-    #: Called with each line of ``found_layers`` as soon as it is found.
-    show: _Fn = lambda line: None
-    #: Called with each warning.
+    #: Called with these lines when they are found, and with each warning.
+    show: _Fn = lambda *lines: None
     warn: _Fn = warn_user
     # Each model with its scaler, and each optimizer with its guard, while they exist.
     _parts: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
@@ -291,8 +290,7 @@ class Everywhere:
             where = find_float32_layers(model, loss_fn, [batch], compute_dtype=dtype)
             lines = str(where).partition("\nLoss ")[0].splitlines()
             self.found_layers += lines
-            for line in lines:
-                self.show(line)
+            self.show(*lines)
         if where is not None:
             float32_layers(model, where)
         if self.init_scale is None:
@@ -410,14 +408,15 @@ def _replace_functions() -> None:
         (MultiOptimizer, "apply_gradients", _apply_gradients),
         (mx.fast, "scaled_dot_product_attention", _attention),
     ):
-        original = getattr(owner, name)
-        is_attention = ours is _attention  # MLX's own layers call it, too
-        make = partial if is_attention else _replacement
-        new = wraps(original)(make(ours, original))
+        new = _replacement(getattr(owner, name), ours)
         _replaced.enter_context(patch.object(owner, name, new))
 
 
-def _replacement(ours: _Fn, original: _Fn) -> _Fn:
+def _replacement(original: _Fn, ours: _Fn) -> _Fn:
+    if ours is _attention:  # even if MLX's own layers or our diagnostics call it
+        return partial(_attention, original)
+
+    @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         run = original if _current() is None else partial(ours, original)
         return run(*args, **kwargs)

@@ -80,11 +80,6 @@ def test_overflow_on_one_rank_skips_the_step_on_both_ranks(two):
     assert report["traces"] == 1
 
 
-def test_overflow_on_one_rank_skips_the_step_of_shards_with_remainders(two):
-    report = equal(two, "sharded remainder")
-    assert report == {"skipped": 1, "same": True, "moved": True}
-
-
 def test_overflow_on_one_rank_skips_the_step_on_all_four_ranks(four):
     check_data_parallel(equal(four, "data parallel"), 4, 50)
 
@@ -120,11 +115,6 @@ def test_shards_are_clipped_and_skipped_like_the_whole_model(ranks):
         assert report["scaler"] == reports[0]["scaler"]
         assert report["skipped"] == 2
         assert report["error"] < 1e-6
-
-
-def test_sharded_step_adds_one_all_reduce_to_those_of_the_layers(two):
-    report = two[0]["tensor parallel"]
-    assert report["all_reduces"] == report["all_reduces_without_group"] + 1
 
 
 def test_many_buckets_of_mixed_dtypes_keep_their_order(two):
@@ -203,13 +193,11 @@ def test_init_names_what_differs_on_every_rank_with_both_values(two, case):
 
 
 def test_rank_whose_gradients_differ_from_init_refuses_the_step_alone(two):
-    report = two[1]["frozen"]
-    assert (
-        "for 'layers.0.bias', expected a gradient of shape (8,), g" in report["freeze"]
-    )
-    assert "for 'more.bias', expected none, got a gradient of s" in report["add"]
-    assert "for 'out.bias', expected a gradient of shape (1,), g" in report["reshape"]
-    assert two[0]["frozen"]["moved"] == report["moved"] == 1.0
+    missing, added, reshaped = two[1]["frozen"]["refused"]
+    assert "for 'b', expected a gradient of shape (3,), got none. After f" in missing
+    assert "for 'c', expected none, got a gradient of shape (1,). After f" in added
+    assert "for 'a', expected a gradient of shape (2,), got a gradient of" in reshaped
+    assert [report["frozen"]["new"] for report in two] == [[0.0] * 3] * 2
 
 
 def test_ranks_that_make_different_calls_raise_and_name_them(two):
@@ -219,9 +207,8 @@ def test_ranks_that_make_different_calls_raise_and_name_them(two):
         "called broadcast(), but rank 0 called assert_in_sync(). All" in other["call"]
     )
     stranger = "rank 1 called another function that communicates, such as update()."
-    assert f"This rank called save_checkpoint(), but {stranger}" in one["one"]
-    assert "only 'if rank == 0'" in one["one"]
-    assert "connection to a peer was lost" in other["one"]
+    assert f"This rank called save_checkpoint(), but {stranger}" in one["save"]
+    assert "connection to a peer was lost" in other["save"]
 
 
 @pytest.mark.parametrize("case", ["nothing", "broadcast", "shards"])
