@@ -33,7 +33,8 @@ from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, leaves
-from ..files.text import plural
+from ..files.text import percent, plural
+from ..float32_layers import Float32Search
 
 _Fn = Callable[..., Any]
 
@@ -288,7 +289,7 @@ class Everywhere:
         where, dtype = self.float32_layers, self.compute_dtype
         if where == "auto":
             where = find_float32_layers(model, loss_fn, [batch], compute_dtype=dtype)
-            lines = str(where).partition("\nLoss ")[0].splitlines()
+            lines = _list_layers(where)
             self.found_layers += lines
             self.show(*lines)
         if where is not None:
@@ -305,6 +306,20 @@ def _n_applied_and_skipped(scaler: GradScaler) -> tuple[int, int]:
     skipped: Any = scaler.skipped_steps.item()
     total: Any = scaler.state["total"].item()
     return total - skipped, skipped
+
+
+def _list_layers(found: Float32Search) -> list[str]:
+    if not found.where:
+        return ["All layers compute in half precision."]
+    lines = ["These layers compute in float32:"]
+    for entry, why in found.reasons.items():
+        model = "" if entry[:1].strip() else "(model)"  # "" or " to the loss"
+        lines.append(f"  {model}{entry}: {why}")
+    share = percent(found.float16_parameters)
+    lines.append(f"{share} of the parameters compute in half precision.")
+    if found.float16_parameters < 0.5:
+        lines[-1] += " Consider bfloat16 or float32 for the whole model."
+    return lines
 
 
 EXPLAIN = "To find the cause, call mlx_gradscale.diagnostics.explain_overflow()."

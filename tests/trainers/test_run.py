@@ -137,7 +137,8 @@ def test_float32_layers_flag_fixes_a_script_that_overflows(tmp_path, capsys):
         assert steps == "SGD: 3 steps applied, 0 skipped"
         # Printed once, before the script has trained.
         assert len(found) == n_lines
-        assert not found or found[1].startswith("  layers.1 to layers.2: ")
+        assert not found or found[1].startswith("  layers.1 to layers.2: Values reach")
+        assert not found or found[2].startswith("33.33% of the parameters compute in")
 
 
 @pytest.mark.parametrize(
