@@ -16,7 +16,7 @@ from ..commands import run_command
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from ..files.text import printable
-from .everywhere import is_ours
+from .advice import is_ours
 
 _TESTED = "0.32.2"
 _INSTALL = (
