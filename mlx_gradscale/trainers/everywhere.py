@@ -288,11 +288,12 @@ class Everywhere:
         where, dtype = self.float32_layers, self.compute_dtype
         if where == "auto":
             where = find_float32_layers(model, loss_fn, [batch], compute_dtype=dtype)
+        if where is not None:
+            float32_layers(model, where)  # raises if no layers help
+        if self.float32_layers == "auto":
             lines = list_layers(where)
             self.found_layers += lines
             self.show(*lines)
-        if where is not None:
-            float32_layers(model, where)
         if self.init_scale is None:
             remedy = self._remedy()
             found = find_first_scale(scaler, model, loss_fn, batch, remedy, dtype)

@@ -294,6 +294,12 @@ def test_auto_says_how_to_search_again_if_later_steps_are_skipped():
             optimizer.update(model, gradient(*inputs)[1])
     assert here.report()[0] == "All layers compute in half precision."
     assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
+    with (
+        pytest.raises(ValueError, match="does not help"),
+        everywhere(float32_layers="auto") as here,
+    ):
+        nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs[:2])
+    assert not here.report()
 
 
 def test_compute_dtype_warns_that_it_does_not_apply_to_a_parameter_tree():
