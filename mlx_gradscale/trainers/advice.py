@@ -87,6 +87,6 @@ def describe_skips(name: str, applied: int, scaler: GradScaler) -> str:
     start = "" if applied else "The model was not trained: "
     last = f", including the last {in_a_row}," if in_a_row and applied else ""
     return (
-        f"{start}{name} skipped {skipped} of {plural(applied + skipped, 'step')}{last} "
+        f"{start}{name} skipped {skipped:,} of {plural(applied + skipped, 'step')}{last} "
         "because of non-finite gradients."
     )
