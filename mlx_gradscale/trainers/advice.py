@@ -86,7 +86,8 @@ def describe_skips(name: str, applied: int, scaler: GradScaler) -> str:
         return ""
     start = "" if applied else "The model was not trained: "
     last = f", including the last {in_a_row}," if in_a_row and applied else ""
+    total = plural(applied + skipped, "step")
     return (
-        f"{start}{name} skipped {skipped:,} of {plural(applied + skipped, 'step')}{last} "
-        "because of non-finite gradients."
+        f"{start}{name} skipped {skipped:,} of {total}{last} because of non-finite "
+        "gradients."
     )
