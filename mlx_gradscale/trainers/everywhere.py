@@ -414,7 +414,9 @@ def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
 
 def _update(original: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
     if _is_guarded(gradients, model):
-        model.update(_entered[-1].step(self, type(self), gradients, model))
+        # Not the model itself, for which init() would create state for all parameters.
+        parameters = model.parameters()
+        model.update(_entered[-1].step(self, type(self), gradients, parameters))
     else:
         original(self, model, gradients)
 
