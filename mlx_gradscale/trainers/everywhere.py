@@ -369,8 +369,8 @@ def _replacement(original: _Fn, ours: _Fn) -> _Fn:
 def _attention(original: _Fn, q: mx.array, *args: Any, **kwargs: Any) -> Any:
     """Cast a mask to the dtype of the queries; MLX refuses a wider one."""
     mask = kwargs.get("mask")
-    if isinstance(mask, mx.array) and is_floating(mask) and mask.dtype != q.dtype:
-        # Keep values such as -1e9 finite: softmax of a row of -inf is NaN.
+    if isinstance(mask, mx.array) and is_floating(mask) and q.dtype in HALF:
+        # Values such as -1e9 are -inf in float16, and softmax of a row of -inf is NaN.
         mask = mx.maximum(mask, mx.finfo(q.dtype).min)
         kwargs["mask"] = mask.astype(q.dtype)
     return original(q, *args, **kwargs)
