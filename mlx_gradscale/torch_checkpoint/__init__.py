@@ -22,7 +22,14 @@ and ``load`` preserve them, so that a template can be filled with arrays later. 
 this library reads such a file.
 """
 
-from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, plain_value
+from .foreign import (
+    DefaultDict,
+    Placeholder,
+    TensorShape,
+    TorchSize,
+    TorchTensor,
+    plain_value,
+)
 from .limits import CheckpointError, Limits
 from .reader import load, shapes
 from .writer import save
@@ -33,6 +40,7 @@ __all__ = [
     "Limits",
     "Placeholder",
     "TensorShape",
+    "TorchSize",
     "TorchTensor",
     "load",
     "plain_value",

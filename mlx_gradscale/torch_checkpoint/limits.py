@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# The number of characters of text that count as one operation.
+TEXT = 32
+
 
 class CheckpointError(ValueError):
     """Raised if a file is damaged, hostile or unsupported, or an object is too deep.
@@ -25,9 +28,10 @@ class Limits:
             The size of the pickle (one operation per 8 bytes), objects, copies and hash
             collisions count as well. A tensor costs about 110 operations. An operation
             takes about 1 microsecond and at most 100 bytes. Default: ``10_000_000``.
-        tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
-            four times the size of the files. Only a file with many overlapping views,
-            or views that repeat elements, can exceed this. Default: ``2**29``.
+        tensor_bytes (int): How many bytes copies of all tensors may take beyond the
+            data that they view. Only overlapping views, and views that repeat elements,
+            take any: they share memory until they are copied or saved. Only ``load``
+            uses this limit. Default: ``2**29``.
     """
 
     operations: int = 10_000_000
@@ -43,12 +47,16 @@ class Limits:
         )
 
     def spend_bytes(self, tensor_bytes: int) -> None:
-        """Deduct the size of a tensor, or raise; a negative size adds to the limit."""
-        self.tensor_bytes -= tensor_bytes
+        """Deduct the size of tensors beyond their data; raise if it exceeds the limit.
+
+        A negative size deducts nothing.
+        """
+        self.tensor_bytes -= max(0, tensor_bytes)
         check(
             self.tensor_bytes >= 0,
-            "the tensors take more bytes than four times the size of the files plus "
-            "limits.tensor_bytes. If you trust the file, raise the limit.",
+            f"Copies of the tensors would take {tensor_bytes:,} bytes more than the "
+            "data that they view, which is more than limits.tensor_bytes allows. If "
+            "you trust the file, raise the limit.",
         )
 
 

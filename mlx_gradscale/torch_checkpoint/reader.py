@@ -204,6 +204,16 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     return Record(start, info.file_size, info.CRC)
 
 
+class _LegacyStream(io.BytesIO):
+    """Count bytes as they are read: a legacy file does not say how long a pickle is."""
+
+    limits: Limits
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.limits.spend((size or 0) // _PICKLE)
+        return super().read(size)
+
+
 def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     """Read the format used before PyTorch 1.6.
 
@@ -211,7 +221,8 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     storages, each of which is an 8-byte element count followed by the data.
     """
     data, values = tensors.data, []
-    stream = io.BytesIO(data[: _PICKLE * tensors.limits.operations])
+    stream = _LegacyStream(data[: _PICKLE * max(0, tensors.limits.operations)])
+    stream.limits = tensors.limits
     for expected in (_MAGIC, _VERSION, None, None, None):
         values.append(Unpickler(stream, tensors).read())
         is_known = type(values[-1]) is int and values[-1] == expected
