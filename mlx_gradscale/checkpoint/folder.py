@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import discard, sync, temporary_folder
+from ..files.atomic import copy_modes, discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
@@ -138,10 +138,13 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
         )
     run.mkdir(parents=True, exist_ok=True)
     with temporary_folder(run) as folder:
+        last = _last_save(run)  # for its permissions
+        copy_modes(last, folder)
         write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
         write_arrays(folder / _ARRAYS, arrays)
         (folder / _JSON).write_bytes(text)
         (folder / _CHECKSUMS).write_text(json.dumps(_compute_checksums(folder)))
+        copy_modes(last, folder)
         sync(folder / _JSON, folder / _CHECKSUMS, folder)
         _rename_to_next(folder, run)
         sync(run)
@@ -160,10 +163,14 @@ def _list_saves(run: Path) -> list[Path]:
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
+def _last_save(run: Path) -> Path:
+    """Return the save with the highest number, which need not be a folder or exist."""
+    return run / ["save-000000", *_list_names(run)][-1]
+
+
 def _rename_to_next(folder: Path, run: Path) -> None:
-    last = ["save-000000", *_list_names(run)][-1]
     try:
-        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
+        folder.rename(run / f"save-{int(_last_save(run).name[5:]) + 1:06}")
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise

@@ -5,18 +5,26 @@ import io
 import os
 import pickle
 import secrets
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, dtype_name
+from .foreign import (
+    DefaultDict,
+    Placeholder,
+    TensorShape,
+    TorchSize,
+    TorchTensor,
+    dtype_name,
+)
 from .limits import Limits
 from .tensors import STORAGES, UNTYPED, Storage, bytes_of, row_strides
 from .unpickler import TENSOR_SHAPE, check_tree
@@ -39,7 +47,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Args:
         file (str, PathLike or file): A path, where the new file atomically replaces an
-            existing one, or a writable binary file.
+            existing one and keeps its permissions, or a writable binary file.
         obj (Any): Dicts, lists, tuples and sets of arrays (``mx.array`` or
             ``numpy.ndarray``), numbers, strings, bytes and None; or results of ``load``
             and ``shapes``.
@@ -87,9 +95,11 @@ def _replace(path: Path) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(f"{path} is not a regular file. Pass the path of a file.")
-    temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".torch_checkpoint-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
+            with suppress(OSError):  # the target may not exist
+                shutil.copymode(target, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -97,12 +107,11 @@ def _replace(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) -> None:
@@ -181,6 +190,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         kind = type(obj)
         if kind is TensorShape:
             return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
+        if kind is TorchSize:
+            return self._name("torch", "Size"), (tuple(obj),)
         if kind is DefaultDict:
             args = () if obj.factory is None else (obj.factory,)
             function = self._name("collections", "defaultdict")

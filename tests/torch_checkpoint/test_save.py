@@ -253,12 +253,17 @@ def test_file_is_synced_before_it_replaces_the_old_file(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_saved_file_has_the_mode_of_a_new_file(tmp_path):
-    plain = tmp_path / "plain"
-    plain.touch()
-    torch_checkpoint.save(tmp_path / "x.pt", {})
-    mode = stat.S_IMODE((tmp_path / "x.pt").stat().st_mode)
-    assert mode == stat.S_IMODE(plain.stat().st_mode)
+@pytest.mark.parametrize("name", ["x.pt", "\u5b57" * 78 + ".pt", "x" * 255])
+def test_saved_file_has_the_mode_of_a_new_file_or_keeps_its_own(tmp_path, name):
+    (tmp_path / "plain").touch()
+    path, modes = tmp_path / name, []
+    for _ in range(2):
+        torch_checkpoint.save(path, {})
+        modes.append(path.stat().st_mode)
+        path.chmod(0o640)
+    torch_checkpoint.save(path, {})
+    assert modes == [(tmp_path / "plain").stat().st_mode, stat.S_IFREG | 0o640]
+    assert {*os.listdir(tmp_path)} == {"plain", name}
 
 
 def test_pipes_and_folders_are_not_replaced(tmp_path):
