@@ -39,25 +39,25 @@ class Limits:
 
     def spend(self, operations: int) -> None:
         """Deduct the cost of work that follows; raise if it exceeds the limit."""
-        self.operations -= operations
         check(
-            self.operations >= 0,
+            operations <= self.operations,
             "the file takes more operations to read than limits.operations allows "
             f"({Limits.operations:,} by default). If you trust it, raise the limit.",
         )
+        self.operations -= operations
 
     def spend_bytes(self, tensor_bytes: int) -> None:
         """Deduct the size of tensors beyond their data; raise if it exceeds the limit.
 
         A negative size deducts nothing.
         """
-        self.tensor_bytes -= max(0, tensor_bytes)
         check(
-            self.tensor_bytes >= 0,
+            tensor_bytes <= self.tensor_bytes,
             f"Copies of the tensors would take {tensor_bytes:,} bytes more than the "
             "data that they view, which is more than limits.tensor_bytes allows. If "
             "you trust the file, raise the limit.",
         )
+        self.tensor_bytes -= max(0, tensor_bytes)
 
 
 def check(condition: object, problem: str) -> None:

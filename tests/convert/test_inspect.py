@@ -9,7 +9,7 @@ from support.convert_runs import GOLDEN, forward, model_flag
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.inspect import describe, main
-from tests.support.torch_files import name, pickled, text
+from tests.support.torch_files import name, pickled, tensor, text
 
 
 def said(capsys, *arguments):
@@ -148,6 +148,45 @@ def test_inspect_errors_take_one_line_and_limits_can_be_raised(tmp_path, capsys)
     assert "--limit operations=..." in capsys.readouterr().err
     assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
     assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1
+
+
+def test_every_tensor_is_counted_though_not_every_one_is_listed(tmp_path, capsys):
+    shapes = {f"w{i}": pt.TensorShape((2,), "bfloat16") for i in range(30_000)}
+    deep = [mx.zeros(3)]
+    for _ in range(15):
+        deep = [deep]
+    pt.save(tmp_path / "a.pt", {"w": shapes, "again": [shapes["w0"]], "deep": deep})
+    found = json.loads(said(capsys, tmp_path / "a.pt", "--json"))
+    assert (found["tensors"], found["elements"]) == (30_002, 60_005)
+    assert len(found["entries"]) == 20_001
+    assert "more than 20,000" in found["entries"][-1]["value"]
+    assert "a.pt: 30,002 tensors, 60,005 elements\n" in said(capsys, tmp_path / "a.pt")
+
+
+def test_tensors_of_a_namespace_that_contains_itself_are_counted_once(tmp_path):
+    start, end = NAMESPACE + b"q\x00}", tensor() + b"sb"
+    itself = start + b"(" + b"".join(text(f"{i}") + b"h\x00" for i in range(9)) + b"u"
+    (tmp_path / "a.pt").write_bytes(pickled(itself + text("w") + end))
+    assert describe(tmp_path / "a.pt")["tensors"] == 1
+
+
+def test_bad_file_in_a_folder_does_not_hide_the_others(tmp_path, capsys):
+    pt.save(tmp_path / "a.pt", {"w": mx.zeros((2, 3))})
+    (tmp_path / "b.pt").write_bytes(b"PK\x03\x04 cut off")
+    (tmp_path / "c.json").write_bytes(b" " * (2**24 + 1))
+    (tmp_path / "d.safetensors").write_bytes(b"garbage")
+    (tmp_path / "e.json").write_text('{"epoch": 3}')
+    assert main([str(tmp_path)]) == 1
+    shown, error = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0].endswith(": 1 tensor, 6 elements")
+    assert {"a.pt/w float32 2x3", "e.json/epoch 3"} < {*lines}
+    for file in ("b.pt", "c.json", "d.safetensors"):
+        assert any(line.startswith(f"{file} cannot be read: ") for line in lines)
+    assert error.startswith("error: 3 files could not be read. b.pt: The zip directory")
+    found = describe(tmp_path)
+    assert [*found["errors"]] == ["b.pt", "c.json", "d.safetensors"]
+    json.dumps(found)
 
 
 def test_file_named_like_a_checkpoint_is_listed(tmp_path):
