@@ -22,6 +22,12 @@ TORCH = {
 # One real-shaped state of each framework, and what differs from PyTorch's by default.
 STATES = {
     "torch": (TORCH, {}),
+    "paddle": (
+        {"scale": np.array([1024.0], np.float32), "incr_ratio": 2.0, "decr_ratio": 0.5,
+         "incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 2, "incr_count": 7,
+         "decr_count": 1, "use_dynamic_loss_scaling": True},
+        {"backoff_interval": 2, "backoff_tracker": 1},
+    ),
     "megatron": (
         {"scale": np.array([1024.0]), "growth_tracker": 7, "hysteresis_tracker": 2},
         {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0},
@@ -47,7 +53,8 @@ def test_every_scaler_format_is_recognized_and_read(name):
         got = read_state(state)
     assert got == TORCH | more
     assert [type(v) for v in got.values()][:5] == [float, float, float, int, int]
-    assert len(said) == (name != "torch")
+    # Only PyTorch's and Paddle's states contain all settings.
+    assert len(said) == (name not in ("torch", "paddle"))
 
 
 def test_warning_names_settings_that_megatron_does_not_save():
@@ -78,6 +85,27 @@ class Megatron:
     def state(self):
         return {"scale": np.array([self.scale]), "growth_tracker": self.growth,
                 "hysteresis_tracker": self.left}  # fmt: skip
+
+
+class Paddle:
+    """Its rule: the scale backs off after n overflows in a row."""
+
+    def __init__(self, steps, overflows):
+        self.scale, self.good, self.bad = 2.0**20, 0, 0
+        self.steps, self.overflows = steps, overflows
+
+    def update(self, finite):
+        self.good, self.bad = (self.good + 1, 0) if finite else (0, self.bad + 1)
+        if self.good == self.steps:
+            self.scale, self.good = self.scale * 2, 0
+        if self.bad == self.overflows:
+            self.scale, self.bad = self.scale * 0.5, 0
+
+    def state(self):
+        state = dict(STATES["paddle"][0], scale=np.array([self.scale], np.float32))
+        return state | {"incr_count": self.good, "decr_count": self.bad,
+                        "incr_every_n_steps": self.steps,
+                        "decr_every_n_nan_or_inf": self.overflows}  # fmt: skip
 
 
 class DeepSpeed:
@@ -120,11 +148,11 @@ STEPS = st.lists(st.booleans(), max_size=20)
 
 @settings(deadline=None)
 @given(STEPS, STEPS)
-def test_megatron_run_resumes_with_its_remaining_hysteresis(before, after):
-    theirs = Megatron(3, hysteresis=2)
-    for finite in before:
-        theirs.update(finite)
-    continue_with(theirs, after, growth_interval=3)
+def test_megatron_and_paddle_runs_resume_with_their_counts(before, after):
+    for theirs in (Megatron(3, hysteresis=2), Paddle(3, overflows=2)):
+        for finite in before:
+            theirs.update(finite)
+        continue_with(theirs, after, growth_interval=3)
 
 
 @settings(deadline=None, max_examples=30)
