@@ -1,4 +1,4 @@
-"""python .ci/wheel_files.py WHEEL SDIST: the files that belong in each, and no others."""
+"""python .ci/wheel_files.py WHEEL SDIST: both have their files, and no others."""
 
 import sys
 import tarfile

@@ -6,9 +6,8 @@ returns it with only the shape and dtype of every tensor, and ``save`` writes fi
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. With the default ``Limits``,
-a file takes at most about 30 s, and 1 GB beyond the tensors that it actually contains.
-The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
-read; ``--limit`` sets it. Checksums are verified; pipes and devices are refused.
+a file takes at most about 30 s of CPU time, and 1 GB of memory in addition to the data
+of its tensors. Checksums are verified; pipes and devices are refused.
 
 Sparse and nested tensors become a ``Placeholder`` that holds their dense parts. Not
 supported: quantized tensors, DTensors, TorchScript archives,
@@ -20,7 +19,14 @@ plain values and flat tuples of them.
 A template is an object whose tensors are replaced by ``TensorShape`` leaves. ``save``
 and ``load`` preserve them, so that a template can be filled with arrays later. Only
 this library reads such a file.
+
+The package imports only MLX, NumPy and the standard library, so a copy of its folder
+works in another project.
 """
+# Therefore two functions of mlx_gradscale/files have a small counterpart here:
+# dtype_name, and atomic_write in _replace of writer.py. The latter takes no lock, so a
+# killed process leaves a hidden file that nobody removes. Where that matters, open the
+# file with atomic_write and pass it to save().
 
 from .foreign import (
     DefaultDict,

@@ -3,10 +3,14 @@
 import argparse
 import io
 import os
+import shutil
 import stat
 import struct
+import subprocess
+import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -217,6 +221,22 @@ def test_save_refuses_objects_that_load_would_refuse():
 def test_error_explains_swapped_save_arguments():
     with pytest.raises(TypeError, match="takes a path"):
         torch_checkpoint.save({"x": 1}, "x.pt")
+
+
+ALONE = """
+import sys
+sys.modules["mlx_gradscale"] = None
+import copied
+copied.save("a.pt", {"size": copied.TorchSize((2, 3))})
+assert copied.load("a.pt")["size"] == (2, 3)
+"""
+
+
+def test_copy_of_the_package_works_in_another_project(tmp_path):
+    shutil.copytree(Path(writer.__file__).parent, tmp_path / "copied")
+    command = [sys.executable, "-W", "error", "-c", ALONE]
+    ended = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert ended.stderr == ""
 
 
 # A failed save leaves the old file, and nothing else, behind.
