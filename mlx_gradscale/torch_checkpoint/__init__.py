@@ -23,11 +23,9 @@ this library reads such a file.
 The package imports only MLX, NumPy and the standard library, so a copy of its folder
 works in another project.
 """
-# Therefore two functions of mlx_gradscale/files have a small counterpart here:
-# dtype_name, and atomic_write in _replace of writer.py. The latter takes no lock, so a
-# killed process leaves a hidden file that nobody removes. Where that matters, open the
-# file with atomic_write and pass it to save().
 
+# Therefore two functions of mlx_gradscale/files exist here as well: dtype_name, and
+# atomic_write as _replace in writer.py, with the same locks.
 from .foreign import (
     DefaultDict,
     Placeholder,

@@ -1,6 +1,7 @@
 """Write an object to a file that ``torch.load`` reads."""
 
 import codecs
+import fcntl
 import io
 import os
 import pickle
@@ -34,6 +35,7 @@ Array = mx.array | np.ndarray[Any, Any]
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
 _CHUNK = 2**22
+_TEMPORARY = f".torch_checkpoint-{'[0-9a-f]' * 16}.tmp"
 _CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
@@ -91,12 +93,23 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 @contextmanager
 def _replace(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` at the end of the block."""
+    """Open a temporary file that replaces ``path`` at the end of the block.
+
+    Meanwhile, a shared lock on the folder is held. If a writer gets an exclusive lock,
+    no other writer is active, so it removes the files that killed writers left.
+    """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(f"{path} is not a regular file. Pass the path of a file.")
     temporary = target.with_name(f".torch_checkpoint-{secrets.token_hex(8)}.tmp")
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
+        with suppress(OSError):  # another writer holds the lock
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for leftover in target.parent.glob(_TEMPORARY):
+                leftover.unlink()
+        with suppress(OSError):  # some network disks do not support locks
+            fcntl.flock(folder, fcntl.LOCK_SH)
         with open(temporary, "xb") as file:
             with suppress(OSError):  # the target may not exist
                 shutil.copymode(target, temporary)
@@ -104,13 +117,9 @@ def _replace(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
         os.fsync(folder)
     finally:
+        temporary.unlink(missing_ok=True)
         os.close(folder)
 
 

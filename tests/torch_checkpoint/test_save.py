@@ -242,6 +242,17 @@ def test_copy_of_the_package_works_in_another_project(tmp_path):
 # A failed save leaves the old file, and nothing else, behind.
 
 
+def test_next_save_removes_files_of_killed_saves_but_not_of_other_writers(tmp_path):
+    leftover = tmp_path / ".torch_checkpoint-0123456789abcdef.tmp"
+    (tmp_path / ".torch_checkpoint-0123.tmp").touch()
+    leftover.touch()
+    with writer._replace(tmp_path / "b.pt") as file:  # removes the leftover
+        torch_checkpoint.save(tmp_path / "a.pt", {})
+        file.write(b"x")
+    assert {*os.listdir(tmp_path)} == {"a.pt", "b.pt", ".torch_checkpoint-0123.tmp"}
+    assert (tmp_path / "b.pt").read_bytes() == b"x"
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch):
     def fail_at_second(array):
