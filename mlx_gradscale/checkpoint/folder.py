@@ -138,7 +138,8 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
         )
     run.mkdir(parents=True, exist_ok=True)
     with temporary_folder(run) as folder:
-        last = _last_save(run)  # for its permissions
+        # Keep the permissions of the newest checkpoint, if there is one.
+        last = (_list_saves(run) or [folder])[-1]
         copy_modes(last, folder)
         write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
         write_arrays(folder / _ARRAYS, arrays)
@@ -163,14 +164,10 @@ def _list_saves(run: Path) -> list[Path]:
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
-def _last_save(run: Path) -> Path:
-    """Return the save with the highest number, which need not be a folder or exist."""
-    return run / ["save-000000", *_list_names(run)][-1]
-
-
 def _rename_to_next(folder: Path, run: Path) -> None:
+    last = ["save-000000", *_list_names(run)][-1]
     try:
-        folder.rename(run / f"save-{int(_last_save(run).name[5:]) + 1:06}")
+        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
