@@ -93,7 +93,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
     content = _read_folder(path, limits, errors) if is_folder else _read(path, limits)
     entries = list(islice(_entries(content, ()), _MOST_ROWS + 1))
     if len(entries) > _MOST_ROWS:
-        entries[-1] = {"name": "...", "value": f"and more than {_MOST_ROWS:,} values"}
+        entries[-1] = {"name": "...", "value": f"only {_MOST_ROWS:,} values are listed"}
     sizes = _sizes(content)
     numbers = {"tensors": len(sizes), "elements": sum(sizes)}
     return {"path": str(path), **numbers, "entries": entries, "errors": errors}

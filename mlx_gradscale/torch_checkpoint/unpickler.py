@@ -197,7 +197,7 @@ class Unpickler:
         # Check the length first, because joining copies the text.
         is_text = all(type(part) is str for part in parts)
         size = sum(map(len, parts)) if is_text else 0
-        check(is_text and size < 1000, "a name in the pickle is not text or too long.")
+        check(is_text and size < 1000, "a name in the pickle is too long or not text.")
         key = parts[0], ".".join(parts[1:])
         # Like a class in Python, each name is one object.
         if key not in self._names:
