@@ -220,8 +220,9 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     if was != now:
         raise ValueError(
             f"it was saved with {shorten(was)}, but the optimizer is {now}. Create the "
-            "optimizer as in the saved run, or load only the weights with "
-            'model.load_weights(".../model.safetensors").'
+            "optimizer as in the saved run, or load only the weights: "
+            "model.load_weights([*mlx_gradscale.checkpoint.read_checkpoint(path)"
+            ".weights.items()])."
         )
     for old, new in zip(saved, own, strict=True):
         for name, value in new["values"].items():
