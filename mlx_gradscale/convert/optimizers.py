@@ -29,6 +29,12 @@ from .tree import ConvertError, list_some, match_type, number
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
 
+_NO_RATE = (
+    "The MLX run has a learning rate schedule, but its checkpoint contains only the "
+    "rate of the last step, {:.6g}, and PyTorch needs the next one. Restore the "
+    "checkpoint in MLX with the schedule, and save it again."
+)
+
 
 def plan_groups(
     groups: Sequence[Group],
@@ -142,12 +148,14 @@ def to_torch(
     groups: Sequence[Group],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
+    next_rates: Any = None,
     accept: Collection[str] = (),
 ) -> list[str]:
     """Write MLX's state into PyTorch's state dicts, and return notes.
 
-    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, and ``settings`` describes
-    each MLX optimizer as :func:`save_checkpoint` does.
+    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict. ``settings`` describes each
+    MLX optimizer, and ``next_rates`` lists the rates that their schedules give for the
+    next step, as in a checkpoint.
     """
     count = len(groups) if groups[0].prefix else 1
     if len(settings) != count:
@@ -156,10 +164,13 @@ def to_torch(
             f"The MLX run's optimizer count is {len(settings)}, but the template needs "
             f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
+    if not isinstance(next_rates, list) or len(next_rates) != count:
+        next_rates = [None] * count  # saved by an older version
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
     for i, group in enumerate(groups):
-        used, prefix = settings[i if group.prefix else 0], group.prefix
+        at, prefix = i if group.prefix else 0, group.prefix
+        used = settings[at]
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
@@ -179,14 +190,18 @@ def to_torch(
             slots = _torch_slots(group, index, flat, int(step))
             group.write_slots(index, slots)
         rate = number(_required(flat, f"{prefix}learning_rate"))
-        group.settings |= _changed_settings(group, used["values"], rate)
         if "learning_rate" in used["schedules"]:
-            rates[f"{rate:.6g}"] = None
+            if type(next_rates[at]) is float and math.isfinite(next_rates[at]):
+                rate = next_rates[at]
+                rates[f"{rate:.6g}"] = None
+            else:
+                found[_NO_RATE.format(rate)] = "learning_rate"
+        group.settings |= _changed_settings(group, used["values"], rate)
     notes = check_differences(found, accept)
     if rates:
         notes.append(
             "MLX's learning rate schedule is not converted. The PyTorch checkpoint "
-            f"contains its current value: {', '.join(rates)}."
+            f"contains its value for the next step: {', '.join(rates)}."
         )
     return notes
 

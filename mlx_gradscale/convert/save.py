@@ -10,14 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten
 
 from .. import formats
 from ..checkpoint import Checkpoint
-from ..checkpoint.save import WRAPPER, describe_optimizer
+from ..checkpoint.save import WRAPPER, capture, find_scaler
 from ..core.masters import join
-from ..core.optimizer import LossScaleOptimizer
-from ..core.optimizers import single_optimizers
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from . import optimizers
@@ -136,23 +133,8 @@ def gather(
     scaler: GradScaler | None = None,
 ) -> Checkpoint:
     """Return a live run in the form that :func:`unwrap` returns."""
-    weights, state = dict(tree_flatten(model.parameters())), {}
-    settings: list[dict[str, Any]] = []
-    if isinstance(optimizer, LossScaleOptimizer):
-        weights |= dict(tree_flatten(optimizer.masters(model.trainable_parameters())))
-        scaler = optimizer.scaler if scaler is None else scaler
-        optimizer = optimizer.optimizer
-    if optimizer is not None:
-        settings = describe_optimizer(optimizer)
-        state = dict(tree_flatten(optimizer.state))
-        for i, part in enumerate(single_optimizers(optimizer)):
-            schedule = part._schedulers.get("learning_rate")
-            if schedule is not None and "step" in part.state:
-                # MLX's state holds the last step's rate, PyTorch's the next step's.
-                prefix = "" if part is optimizer else f"states.{i}."
-                state[f"{prefix}learning_rate"] = schedule(part.step)
-    numbers = None if scaler is None else scaler.state_dict()  # {} if disabled
-    return Checkpoint(weights, state, numbers, {}, {"settings": settings})
+    optimizer = optimizer or Optimizer()
+    return unwrap(capture(model, optimizer, find_scaler(optimizer, scaler)))
 
 
 def unwrap(saved: Checkpoint) -> Checkpoint:
@@ -172,15 +154,16 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
                 weights[path] = join(saved.weights[path], x).master
             elif kind == "optimizer":
                 state[path] = x
-    # For a run without an optimizer, the convert command saves the base class.
+    # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
-        settings = []
-    scaler = saved.scaler
+        state, settings = {}, []
+    rates, scaler = saved.description.get("next_rates"), saved.scaler
     if scaler:
         checked = GradScaler()  # raises if the file has invalid values
         checked.load_state_dict(scaler)
         scaler = checked.state_dict()
-    return Checkpoint(weights, state, scaler, saved.extra, {"settings": settings})
+    description = {"settings": settings, "next_rates": rates}
+    return Checkpoint(weights, state, scaler, saved.extra, description)
 
 
 def _fill(
@@ -201,7 +184,10 @@ def _fill(
             del parent[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     elif template.groups:
-        notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)
+        rates = run.description.get("next_rates")
+        notes += optimizers.to_torch(
+            template.groups, run.optimizer, settings, rates, accept
+        )
     elif settings:
         notes.append(
             "The MLX optimizer's state is not written: the template has no optimizer "
