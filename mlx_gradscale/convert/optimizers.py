@@ -71,10 +71,12 @@ def plan_groups(
     fresh = [
         entry.torch
         for group in groups
+        # SGD without momentum has no state.
+        if group.spec.has_step or number(group.settings.get("momentum", 1))
         for index, entry in group.entries.items()
-        if group.spec.has_step and group.step and group.lacks_state(index)
+        if group.lacks_state(index)
     ]
-    if fresh:
+    if fresh and any(not g.lacks_state(i) for g in groups for i in g.entries):
         notes.append(
             f"PyTorch has no optimizer state for {list_some(fresh, 3)}. The moments of "
             "these parameters start at zero. If they were frozen in PyTorch, freeze "
