@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 
+from ..files.text import dtype_name
 from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
@@ -148,6 +149,7 @@ def to_mlx(
 
 def to_torch(
     groups: Sequence[Group],
+    tensors: Mapping[str, Any],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
     next_rates: Any = None,
@@ -189,7 +191,8 @@ def to_torch(
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
-            slots = _torch_slots(group, index, flat, int(step))
+            like = tensors[group.entries[index].torch]
+            slots = _torch_slots(group, index, like, flat, int(step))
             group.write_slots(index, slots)
         rate = number(_required(flat, f"{prefix}learning_rate"))
         if "learning_rate" in used["schedules"]:
@@ -226,9 +229,12 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _torch_slots(
-    group: Group, index: Index, flat: Mapping[str, mx.array], step: int
+    group: Group, index: Index, like: Any, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
-    """Return a parameter's slots to write, or ``{}`` if PyTorch's are still right."""
+    """Return a parameter's slots to write, or ``{}`` if PyTorch's are still right.
+
+    New slots have the dtype of the parameter, ``like``, as in PyTorch.
+    """
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
     prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
@@ -249,7 +255,9 @@ def _torch_slots(
     is_same = group.lacks_state(index) and not has_moved
     if is_same and not any(mx.any(x).item() for x in new.values()):
         return {}
-    written = {slot: match_type(x, old.get(slot)) for slot, x in new.items()}
+    forms = dict.fromkeys(slots, TensorShape(like.shape, dtype_name(like)))
+    forms |= {slot: x for slot, x in old.items() if x is not None}
+    written = {slot: match_type(x, forms[slot]) for slot, x in new.items()}
     if not group.spec.has_step:
         return written
     # A number or an array, depending on PyTorch's version.

@@ -186,7 +186,7 @@ def _fill(
     elif template.groups:
         rates = run.description.get("next_rates")
         notes += optimizers.to_torch(
-            template.groups, run.optimizer, settings, rates, accept
+            template.groups, template.tensors(), run.optimizer, settings, rates, accept
         )
     elif settings:
         notes.append(

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from support.torch_optimizers import (
     EVERY,
     SHAPES,
@@ -178,6 +178,24 @@ def test_parameters_without_optimizer_state_are_reported_and_stay_without(
         assert len(notes) == reported
         assert all("for a.bias. The moments" in note for note in notes)
         assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_half_precision_moments_come_back_in_the_dtype_of_pytorch(
+    dtype, steps, tmp_path
+):
+    path = Side("AdamW").steps(range(steps)).save(tmp_path / "a.pt")
+    mine = Mine(path).steps(range(2))
+    state = [(k, x.astype(dtype) if k.endswith((".m", ".v")) else x)
+             for k, x in tree_flatten(mine.optimizer.state)]  # fmt: skip
+    mine.optimizer.state = tree_unflatten(state)
+    back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)["optimizer"]
+    for name, slots in zip(SHAPES, back["state"].values(), strict=True):
+        for slot, ours in (("exp_avg", "m"), ("exp_avg_sq", "v")):
+            assert slots[slot].dtype == torch.float32
+            want = dict(state)[f"{name}.{ours}"].astype(mx.float32)
+            assert mx.array_equal(mx.array(slots[slot].numpy()), want)
 
 
 def test_parameter_with_zero_moments_gets_the_step_count_of_mlx(tmp_path):
