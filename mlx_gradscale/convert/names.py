@@ -6,6 +6,7 @@ weights and moments, in both directions.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -95,12 +96,16 @@ def make_plan(
     new, known, change_model = _find_names(shapes, options.rename, model)
     plan = Plan(change_model=change_model)
     owners: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        mlx_name, layout = new.get(name) or ("", "")
-        if mlx_name not in known:
-            continue
-        layout = layouts.get(name, layout)
-        entry = _entry(name, tensor, known[mlx_name], layout, own)
+    found = {name: new.get(name) or ("", "") for name in tensors}
+    matches = {
+        name: (known[mlx_name], layouts.get(name, layout))
+        for name, (mlx_name, layout) in found.items()
+        if mlx_name in known
+    }
+    turned, square = _find_turned(matches, shapes, own)
+    for name, (target, layout) in matches.items():
+        tensor = tensors[name]
+        entry = _entry(name, tensor, target, layout, own, turned, square)
         owner = owners.setdefault(id(tensor), name)
         if owner == name:
             plan.entries[name] = entry
@@ -118,7 +123,38 @@ def make_plan(
     lost = [n for n in rest if new.get(n) is not None]
     _check_names(plan, lost, known, is_partial=is_adapter(shapes))
     plan.notes = _notes(plan, tensors, model)
+    if square and "transpose" in layouts.values():
+        plan.notes.append(
+            f"The square weights {list_some(square)} were not transposed. If PyTorch "
+            "stores them as (in, out) too, pass their layout: "
+            f"{_flags(square)}; otherwise, use =same."
+        )
     return plan
+
+
+def _find_turned(
+    matches: Mapping[str, tuple[Entry, str]],
+    shapes: Mapping[str, Shape],
+    own: Mapping[str, Shape],
+) -> tuple[list[str], list[str]]:
+    """Return patterns for the matrices of unknown layout that may be transposed.
+
+    The first result is for those that match the MLX model only if they are transposed,
+    and the second for square ones, whose shapes do not show their layout.
+    """
+    turned: dict[str, None] = {}
+    square: dict[str, None] = {}
+    for name, (target, layout) in matches.items():
+        shape, wanted = shapes.get(name, ()), own[target.mlx[0]]
+        if len(shape) == 2 and not layout and shape[::-1] == wanted:
+            found = square if shape == wanted else turned
+            found[re.sub(r"(?<![^.])\d+(?=\.)", "*", name)] = None  # of all blocks
+    return [*turned], [*square]
+
+
+def _flags(patterns: list[str]) -> str:
+    flags = [f"--layout {shlex.quote(f'{x[:100]}=transpose')}" for x in patterns]
+    return f"layouts=... ({' '.join(flags[:8])})"
 
 
 def _notes(plan: Plan, tensors: Mapping[str, mx.array], model: nn.Module) -> list[str]:
@@ -223,8 +259,13 @@ def _entry(
     target: Entry,
     layout: str,
     own: Mapping[str, Shape],
+    turned: list[str],
+    square: list[str],
 ) -> Entry:
-    """Return a tensor's entry; raise if its shape is wrong or its layout unclear."""
+    """Return a tensor's entry; raise if its shape is wrong or its layout unclear.
+
+    ``turned`` and ``square`` are the results of :func:`_find_turned`, for the error.
+    """
     layout = layout or target.layout
     entry = Entry(name, target.mlx, layout or "same")
     wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)
@@ -239,8 +280,11 @@ def _entry(
     if made != wanted:
         hint = "Create the MLX model with the sizes of the PyTorch model."
         if tensor.shape[::-1] == wanted[0]:
-            hint = "If PyTorch stores it as (in, out), pass layouts=... (--layout "
-            hint += f"{name}=transpose)."
+            hint = "If PyTorch stores it as (in, out), as Transformers' Conv1D does, "
+            hint += f"pass {_flags(turned or [name])}."
+            if square:
+                hint += " Decide about square weights too, whose shapes do not show "
+                hint += f"their layout: {_flags(square)}."
         moved = f", or {made[0]} in MLX's layout ({layout}),"
         moved = moved if made[0] != tensor.shape else ","
         raise ConvertError(

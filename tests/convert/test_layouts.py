@@ -199,6 +199,35 @@ def test_renaming_two_tensors_to_one_name_is_refused():
         make_plan(tensors, Holder({"a": tensors["a"]}), Options(rename=lambda _: "a"))
 
 
+class Turned(nn.Module):
+    """As GPT-2 in Transformers, whose Conv1D stores (in, out), with MLX's layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(9, 4)
+        self.h = [nn.Module() for _ in range(2)]
+        for block in self.h:
+            block.c_attn, block.c_proj = nn.Linear(4, 12), nn.Linear(4, 4)
+
+
+def test_square_weights_beside_transposed_ones_are_reported():
+    own = dict(tree_flatten(Turned().parameters()))
+    tensors = {n: x.T if "c_" in n and x.ndim == 2 else x for n, x in own.items()}
+    with pytest.raises(ConvertError, match="Conv1D") as error:
+        make_plan(tensors, Turned())
+    flags = re.findall(r"--layout '([^=]*)=transpose'", str(error.value))
+    assert flags == ["h.*.c_attn.weight", "h.*.c_proj.weight"]
+    first, both = {flags[0]: "transpose"}, dict.fromkeys(flags, "transpose")
+    (note,) = make_plan(tensors, Turned(), Options(layouts=first)).notes
+    assert "square weights h.*.c_proj.weight were not transposed" in note
+    assert "--layout 'h.*.c_proj.weight=transpose'" in note
+    plan = make_plan(tensors, Turned(), Options(layouts=both))
+    assert plan.notes == []
+    assert all(mx.array_equal(x, own[n]) for n, x in plan.to_mlx(tensors).items())
+    same = first | {flags[1]: "same"}
+    assert make_plan(tensors, Turned(), Options(layouts=same)).notes == []
+
+
 def test_tied_weights_are_stored_once():
     class Tied(nn.Module):
         def __init__(self):
