@@ -16,7 +16,8 @@ from .folder import read_torch
 from .layouts import remember
 from .optimizers import Rate
 from .options import Options
-from .template import Template, build_optimizer, make_template
+from .template import Template, make_template
+from .template_file import build_optimizer, is_template
 from .tree import ConvertError, list_some
 
 
@@ -95,6 +96,8 @@ def load_torch(
     """
     options = options or Options()
     checkpoint, files, notes = read_torch(path, options.limits)
+    if is_template(checkpoint):
+        raise ConvertError(f"{path} is a template. Pass the PyTorch checkpoint itself.")
     template, more = make_template(checkpoint, model, options, files)
     state, _ = template.scaler_state()
     scaler: GradScaler | None = None
@@ -108,6 +111,12 @@ def load_torch(
             optimizer = LossScaleOptimizer(
                 optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
             )
+            if scaler is None:
+                more.append(
+                    "The checkpoint has no scaler state, so the scaler is new. To find "
+                    "a first loss scale: from mlx_gradscale.diagnostics import "
+                    "calibrate; calibrate(run.optimizer, model, loss_fn, *batch)"
+                )
             scaler = optimizer.scaler
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"

@@ -41,20 +41,26 @@ def plan_groups(
     groups: Sequence[Group],
     names: Sequence[str],
     entries: Mapping[str, Entry],
-    accept: Collection[str],
     trainer_step: Any = None,
-) -> list[str]:
-    """Set the parameters, steps and prefixes of the groups, and return notes.
+) -> None:
+    """Set the parameters, steps and prefixes of the groups.
 
-    ``names`` are the PyTorch names of all parameters, group by group. Unsupported
-    settings raise an error unless they are in ``accept``. ``trainer_step`` is the
-    default for step counts that PyTorch did not save.
+    ``names`` are the PyTorch names of all parameters, group by group. ``trainer_step``
+    is the default for step counts that PyTorch did not save.
     """
-    found: dict[str, str] = {}
     left = iter(names)
     for group in groups:
         own = dict(zip(group.settings["params"], left, strict=False))
         group.entries = {i: entries[name] for i, name in own.items() if name in entries}
+    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
+    _set_steps(groups, trainer_step if is_count else 0)
+    _set_prefixes(groups)
+
+
+def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
+    """Raise if MLX would update differently, unless accepted; return notes."""
+    found: dict[str, str] = {}
+    for group in groups:
         spec, settings = group.spec, group.settings
         found |= differences(spec, group.kind, settings)
         known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
@@ -64,9 +70,6 @@ def plan_groups(
             for key in settings
             if key not in known
         }
-    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
-    _set_steps(groups, trainer_step if is_count else 0)
-    _set_prefixes(groups)
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, accept)
     fresh = [

@@ -47,7 +47,7 @@ class Order:
         elif names is None and [len(saved) for saved in self.saved] == self.sizes:
             names = tuple(name for saved in self.saved for name in saved)
         if names is not None:
-            found = self._match(names, options.rename)
+            found = self.match(names, options.rename)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
             # Transformers' Trainer splits the parameters into groups by weight decay.
@@ -66,7 +66,9 @@ class Order:
         parameters = [n for n in names if n.rpartition(".")[2] not in _BUFFERS]
         return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
 
-    def _match(self, given: Sequence[str], rename: Callable[[str], str]) -> list[str]:
+    def match(
+        self, given: Sequence[str], rename: Callable[[str], str] = str
+    ) -> list[str]:
         """Match the given names to tensors, ignoring the words that wrappers insert."""
 
         def plain(name: str) -> str:

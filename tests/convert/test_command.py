@@ -39,6 +39,16 @@ def test_dry_run_prints_the_scaler_path_as_the_scaler_key_flag_takes_it(
     assert main([*where, "--dry-run", "--scaler-key", "amp/0"]) == 0
 
 
+def test_conversion_of_gigabytes_reports_its_progress(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mlx_gradscale.convert.command._LARGE", 100)
+    where = paths(tmp_path, usual())
+    for target in ("mlx", "torch"):
+        assert main([*where, "--to", target, "--overwrite"]) == 0
+        said = capsys.readouterr().err
+        assert said.index("Reading /") < said.index("Writing /")
+        assert " GiB)...\n" in said
+
+
 def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys):
     where = paths(tmp_path)
     assert "Neither" in fails(capsys, *where)
@@ -55,9 +65,23 @@ def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys
 def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
     assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
     said = capsys.readouterr()
-    assert f"build_optimizer('{tmp_path / 'run'}')" in said.out
-    assert "restore_checkpoint(" in said.out
     assert "these parts unchanged: epoch, args." in said.err
+    names = {"model": Small()}
+    exec(said.out.partition("To resume: ")[2].rstrip(".\n"), names)
+    assert names["scaler"].get_scale() == 512.0
+
+
+def test_line_that_resumes_a_run_without_a_scaler_finds_a_loss_scale(tmp_path, capsys):
+    weights, optimizer, _ = small()
+    assert main(paths(tmp_path, {"model": weights, "optimizer": optimizer})) == 0
+    said = capsys.readouterr().out.partition("To resume: ")[2]
+    resume, _, scaling = said.partition(". The run has no scaler. ")
+    names = {"model": (model := Small()), "batch": [mx.full((1, 3), 3.0)]}
+    names["loss_fn"] = lambda x: model.fc(x).astype(mx.float32).sum()
+    exec(resume, names)
+    exec(scaling.partition("loss scale: ")[2], names)
+    assert model.fc.bias.tolist() == [1.0, 2.0]
+    assert names["scaler"].get_scale() == 8192.0  # 3 * 2**14 is finite in float16
 
 
 @pytest.mark.parametrize(
@@ -177,29 +201,53 @@ def test_failed_conversion_leaves_no_files_or_the_old_ones(
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    where = paths(tmp_path, usual())
+    where, saves = paths(tmp_path, usual()), "mlx_gradscale.torch_checkpoint.save"
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
+        patch.setattr(saves, interrupt)
         assert main(where) == 130
         assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
-        assert not (tmp_path / "run").exists()
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "a.pt"]
     assert main(where) == 0
-    before = sorted((tmp_path / "run").rglob("*"))
+    before = sorted(tmp_path.rglob("*"))
     again = [*where, "--to", "mlx", "--overwrite"]
+    with monkeypatch.context() as patch:
+        patch.setattr(saves, interrupt)
+        assert main(again) == 130
     checkpoint = usual()
     checkpoint["model"]["fc.bias"] *= float("nan")
     paths(tmp_path, checkpoint)
     assert "nothing was saved" in fails(capsys, *again)
-    assert sorted((tmp_path / "run").rglob("*")) == before
-    # A new checkpoint has no template rather than that of another run.
-    paths(tmp_path, usual())
-    with monkeypatch.context() as patch:
-        patch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
-        assert main(again) == 130
-    assert not (tmp_path / "run/template.pt").exists()
-    paths(tmp_path, checkpoint)
-    assert "nothing was saved" in fails(capsys, *again)
-    assert not (tmp_path / "run/template.pt").exists()
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "run/history.csv").write_text("mine")
+    assert "not part of this checkpoint: history.csv" in fails(capsys, *again)
+
+
+def test_target_that_cannot_be_written_is_found_before_the_source_is_read(
+    tmp_path, capsys
+):
+    (tmp_path / "a.pt").write_text("not a checkpoint")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").touch()
+    bad = str(tmp_path / "file/new/out")  # not even root can write inside a file
+    for source, name, target in (
+        ("--torch-path", "a.pt", "--mlx-path"),
+        ("--mlx-path", "run", "--torch-path"),
+    ):
+        said = fails(capsys, source, str(tmp_path / name), target, bad)
+        assert f"Cannot write {bad}: Not a directory" in said
+
+
+def test_paths_without_flags_are_an_error_that_gives_the_flags(capsys):
+    for paths_given in (
+        ["a.pt", "run"],
+        ["run", "a.pt"],
+        ["run", "--torch-path", "a.pt"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(paths_given)
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.startswith("usage: mlx_gradscale convert --torch-path PATH")
+        assert error.endswith("error: pass --torch-path a.pt --mlx-path run")
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):
