@@ -99,7 +99,7 @@ def load_torch(
     if is_template(checkpoint):
         raise ConvertError(f"{path} is a template. Pass the PyTorch checkpoint itself.")
     template, more = make_template(checkpoint, model, options, files)
-    state, _ = template.scaler_state()
+    state = template.scaler_state()
     scaler: GradScaler | None = None
     if state is not None:
         scaler = GradScaler()
@@ -113,9 +113,10 @@ def load_torch(
             )
             if scaler is None:
                 more.append(
-                    "The checkpoint has no scaler state, so the scaler is new. To find "
-                    "a first loss scale: from mlx_gradscale.diagnostics import "
-                    "calibrate; calibrate(run.optimizer, model, loss_fn, *batch)"
+                    "The checkpoint has no state of PyTorch's GradScaler, so the "
+                    "scaler is new. To find a first loss scale: from mlx_gradscale."
+                    "diagnostics import calibrate; calibrate(run.optimizer, model, "
+                    "loss_fn, *batch)"
                 )
             scaler = optimizer.scaler
     elif loss_scaling or learning_rate is not None:
@@ -139,7 +140,8 @@ def _fill(
     """Move a template's arrays to the model and the optimizer."""
     weights = template.weights()
     template.plan.change_model()
-    names, rounded = None, []
+    names: list[str] = []
+    rounded: list[str] = []
     if optimizer is not None:
         inner = getattr(optimizer, "optimizer", optimizer)
         names = _load_optimizer(inner, template, model, keep_rate)

@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from .. import formats
 from ..checkpoint import Checkpoint
 from ..checkpoint.save import WRAPPER, capture, find_scaler
 from ..core.masters import join
@@ -174,7 +173,11 @@ def _fill(
             "state, or keys={'optimizer': ''} (--optimizer-key '') omits it."
         )
     if run.scaler and sections.scaler is not None:
-        notes += _fill_scaler(get(template.checkpoint, sections.scaler), run.scaler)
+        held = get(template.checkpoint, sections.scaler)
+        held |= run.scaler
+        own = [key for key in run.scaler if key not in TORCH_KEYS]
+        if own:
+            notes.append(f"PyTorch's GradScaler ignores {', '.join(own)}.")
     elif run.scaler:
         notes.append(
             "The MLX scaler's state is not written: the template has no scaler state, "
@@ -218,28 +221,6 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
             held[name] = match_type(tensor, leaf)
     for alias, name in template.plan.tied.items():
         held[alias] = held[name]
-
-
-def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
-    kind = formats.recognize(held)
-    inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
-    held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
-    updated = {
-        theirs: state[ours]
-        for ours, theirs in formats.FORMATS[kind].fields.items()
-        if ours in state and (theirs in held or kind == "torch")
-    }
-    # PyTorch's scaler state holds Python numbers, never tensors.
-    held |= {
-        k: x if kind == "torch" else match_type(x, held[k]) for k, x in updated.items()
-    }
-    if kind != "torch":
-        return [
-            f"The scaler state has {kind}'s format. Updated {list_some(updated)}; the "
-            "other entries are unchanged."
-        ]
-    own = [key for key in updated if key not in TORCH_KEYS]
-    return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
 
 
 def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """A PyTorch checkpoint as a template for conversion to MLX and back."""
 
 import pathlib
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import formats
+from ..formats import read_state
 from ..torch_checkpoint import TensorShape
 from . import optimizers
 from .folder import trainer_state
@@ -77,35 +76,30 @@ class Template:
         """Return the flat MLX optimizer state, empty if there is no optimizer."""
         return optimizers.to_mlx(self.groups, self.tensors())
 
-    def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Return the state dict for a ``GradScaler``, or None, and a list of notes."""
+    def scaler_state(self) -> dict[str, Any] | None:
+        """Return the state dict for a ``GradScaler``, or None if there is no scaler."""
         if self.sections.scaler is None:
-            return None, []
+            return None
         held = get(self.checkpoint, self.sections.scaler)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", formats.FormatWarning)
-            state = formats.read_state({k: number(x) for k, x in held.items()})
-        return state, [str(warning.message) for warning in caught]
+        return read_state({k: number(x) for k, x in held.items()}, "torch")
 
-    def drop_tensors(
-        self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
-    ) -> None:
+    def drop_tensors(self, rounded: Iterable[str], trained: Iterable[str]) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
-        The weights in ``keep``, which MLX rounded, are not replaced. Moments are
-        replaced for the parameters in ``optimizer_names``, by default for all.
+        MLX holds all weights but those in ``rounded``, and the moments of the
+        parameters in ``trained``, by their MLX names.
         """
-        held, kept = get(self.checkpoint, self.sections.model), set(keep)
+        held = get(self.checkpoint, self.sections.model)
+        kept, owned = {*rounded}, {*trained}
         for name, entry in self.plan.entries.items():
-            if isinstance(held[name], mx.array) and not kept & {*entry.mlx}:
-                held[name] = TensorShape.of(held[name])
+            if not kept & {*entry.mlx}:
+                held[name] = shape_of(held[name])
         for alias, name in self.plan.tied.items():
             held[alias] = held[name]
-        owned = None if optimizer_names is None else set(optimizer_names)
         for group in self.groups:
             for index, entry in group.entries.items():
-                if owned is None or entry.mlx[0] in owned:
-                    group.drop_tensors(index)
+                slots = group.slots(index) if entry.mlx[0] in owned else {}
+                slots |= {k: shape_of(slots[k]) for k in group.spec.slots if k in slots}
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries outside the model, optimizers and scaler, by path."""
@@ -126,6 +120,11 @@ class Template:
         }
 
 
+def shape_of(value: Any) -> Any:
+    """Return the shape of a tensor; return other values unchanged."""
+    return TensorShape.of(value) if isinstance(value, mx.array) else value
+
+
 def make_template(
     checkpoint: Any,
     model: nn.Module | None,
@@ -137,7 +136,8 @@ def make_template(
     if model is None:
         raise ConvertError(
             "The MLX model, which determines names, layouts and shapes, is missing. "
-            "Pass it (--model)."
+            "Pass it (--model). build_optimizer() needs a folder that mlx_gradscale "
+            "convert wrote."
         )
     template = Template(checkpoint, files, options, found)
     arrays = template.tensors()
@@ -151,7 +151,7 @@ def make_template(
         names, doubts = template.order().find(options, model, is_ordered)
         template.assign(names)
         notes += optimizers.check_groups(template.groups, options.accept) + doubts
-    notes += template.scaler_state()[1]
+    template.scaler_state()  # raises if it is damaged
     schedules = [
         path
         for path, value in template.entries_beside().items()

@@ -122,13 +122,7 @@ def build_optimizer(
     if not isinstance(like, Template):
         path = Path(like)
         path = path / TEMPLATE if path.is_dir() else path
-        found, _, _ = read_torch(path, limits)
-        if not is_template(found):
-            raise ConvertError(
-                f"{path} is not a template. Pass a folder that mlx_gradscale convert "
-                "wrote, or its template.pt."
-            )
-        like = from_object(found, path.parent)
+        like = read_template(path, None, Options(limits=limits))
     if not like.groups:
         raise ConvertError(
             "The template has no optimizer to build. Create one with mlx.optimizers."

@@ -219,7 +219,7 @@ def test_square_weights_beside_transposed_ones_are_reported():
     assert flags == ["h.*.c_attn.weight", "h.*.c_proj.weight"]
     first, both = {flags[0]: "transpose"}, dict.fromkeys(flags, "transpose")
     (note,) = make_plan(tensors, Turned(), Options(layouts=first)).notes
-    assert "square weights h.*.c_proj.weight were not transposed" in note
+    assert "these square ones are not: h.0.c_proj.weight, h.1.c_proj" in note
     assert "--layout 'h.*.c_proj.weight=transpose'" in note
     plan = make_plan(tensors, Turned(), Options(layouts=both))
     assert plan.notes == []

@@ -71,30 +71,14 @@ def test_key_without_a_matching_section_is_an_error(keys, word):
         {"loss_scale": 128.0, "counter": 7},
         {"cur_scale": 128.0, "cur_iter": 7},
         {"scale": 128.0, "fin_steps": 7},
-        {"loss_scale": 128.0, "unskipped": 7},
+        {"amp": {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}},
     ],
 )
-def test_common_top_level_keys_are_not_mistaken_for_a_scaler(extra, tmp_path):
+def test_only_the_keys_of_pytorch_identify_a_scaler(extra, tmp_path):
     model, optimizer, _ = small()
     run = there_and_back(tmp_path, {"model": model, "optimizer": optimizer, **extra})
     assert run.scaler is None
     assert run.optimizer is not None
-
-
-@pytest.mark.parametrize("key", ["scaler", "amp_scaler", "amp", "loss_scaler"])
-def test_scaler_of_another_framework_is_found_by_its_name_and_updated(key, tmp_path):
-    state = {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 5}}
-    checkpoint = {"model": small()[0], key: state}
-    pt.save(tmp_path / "a.pt", checkpoint)
-    model = Small()
-    run = load_torch(tmp_path / "a.pt", model)
-    assert any("apex's defaults are used" in note for note in run.notes)
-    assert run.scaler.get_scale() == 64.0
-    run.scaler.update(32.0)
-    notes = save_torch(tmp_path / "b.pt", model, scaler=run.scaler, like=run.template)
-    assert "Updated loss_scale, unskipped;" in notes[0]
-    back = pt.load(tmp_path / "b.pt")[key]["loss_scaler0"]
-    assert back == {"loss_scale": 32.0, "unskipped": 5}
 
 
 def test_scaler_inside_the_optimizer_is_found_and_converted_back(tmp_path):
