@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
+from ..core.trees import restore, snapshot
 from .folder import read_torch
-from .layouts import remember
 from .optimizers import Rate
 from .options import Options
 from .template import Template, make_template
@@ -122,11 +122,11 @@ def load_torch(
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"
         raise ConvertError(f"No optimizer is loaded from {path}. Do not pass {what}=.")
-    restore = remember(model)
+    before = snapshot(model, *map(vars, model.modules()))
     try:
         _fill(model, optimizer, template, learning_rate is not None)
     except BaseException:
-        restore()
+        restore(before)
         raise
     return TorchRun(optimizer, scaler, template, notes + more)
 
