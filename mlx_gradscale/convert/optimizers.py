@@ -5,7 +5,6 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 """
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 
+from ..checkpoint import Checkpoint
 from ..files.text import dtype_name
 from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
@@ -29,12 +29,6 @@ from .tree import ConvertError, list_some, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
-
-_NO_RATE = (
-    "The MLX run has a learning rate schedule, but its checkpoint contains only the "
-    "rate of the last step, {:.6g}, and PyTorch needs the next one. Restore the "
-    "checkpoint in MLX with the schedule, and save it again."
-)
 
 
 def plan_groups(
@@ -153,17 +147,15 @@ def to_mlx(
 def to_torch(
     groups: Sequence[Group],
     tensors: Mapping[str, Any],
-    flat: Mapping[str, mx.array],
-    settings: Sequence[Mapping[str, Any]],
-    next_rates: Any = None,
-    accept: Collection[str] = (),
+    run: Checkpoint,
+    accept: Collection[str],
 ) -> list[str]:
-    """Write MLX's state into PyTorch's state dicts, and return notes.
+    """Write an MLX run's optimizer into PyTorch's state dicts, and return notes.
 
-    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict. ``settings`` describes each
-    MLX optimizer, and ``next_rates`` lists the rates that their schedules give for the
-    next step, as in a checkpoint.
+    The weights, ``tensors``, determine the dtypes of new moments.
     """
+    flat, settings = run.optimizer, run.description["settings"]
+    next_rates = run.description.get("next_rates")
     count = len(groups) if groups[0].prefix else 1
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
@@ -203,7 +195,12 @@ def to_torch(
                 rate = next_rates[at]
                 rates[f"{rate:.6g}"] = None
             else:
-                found[_NO_RATE.format(rate)] = "learning_rate"
+                found[
+                    "The MLX run has a learning rate schedule, but its checkpoint "
+                    f"contains only the rate of the last step, {rate:.6g}, and PyTorch "
+                    "needs the next one. Restore the checkpoint in MLX with the "
+                    "schedule, and save it again."
+                ] = "learning_rate"
         group.settings |= _changed_settings(group, used["values"], rate)
     notes = check_differences(found, accept)
     if rates:
@@ -212,12 +209,6 @@ def to_torch(
             f"contains its value for the next step: {', '.join(rates)}."
         )
     return notes
-
-
-def steps_in(flat: Mapping[str, Any]) -> list[int]:
-    """Return the step counts in an MLX optimizer's state."""
-    found = [key for key in flat if re.fullmatch(r"(states\.\d+\.)?step", key)]
-    return [int(number(flat[key])) for key in found]
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:

@@ -15,14 +15,14 @@ from ..checkpoint.save import WRAPPER, capture, find_scaler
 from ..core.masters import join
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
-from . import optimizers
 from .folder import TRAINER, check_torch, trainer_state, write_torch
 from .groups import flatten
 from .names import is_adapter
+from .optimizers import to_torch
 from .options import Options
 from .template import Template
 from .template_file import read_template
-from .tree import ConvertError, get, list_some, match_type, unchanged
+from .tree import ConvertError, get, list_some, match_type, number, unchanged
 
 
 def save_torch(
@@ -136,12 +136,12 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
         state, settings = {}, []
-    rates, scaler = saved.description.get("next_rates"), saved.scaler
+    scaler = saved.scaler
     if scaler:
         checked = GradScaler()  # raises if the file has invalid values
         checked.load_state_dict(scaler)
         scaler = checked.state_dict()
-    description = {"settings": settings, "next_rates": rates}
+    description = saved.description | {"settings": settings}
     return Checkpoint(weights, state, scaler, saved.extra, description)
 
 
@@ -150,7 +150,8 @@ def _fill(
 ) -> tuple[list[str], list[str]]:
     """Fill a template with a run; return notes, and notes on old entries."""
     _fill_model(template, run.weights)
-    notes = []
+    notes: list[str] = []
+    new: list[int] = []  # the optimizers' steps
     sections, settings = template.sections, run.description["settings"]
     if sections.optimizers and not settings:
         for path in reversed(sections.optimizers):
@@ -163,10 +164,8 @@ def _fill(
             del parent[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     elif template.groups:
-        rates = run.description.get("next_rates")
-        notes += optimizers.to_torch(
-            template.groups, template.tensors(), run.optimizer, settings, rates, accept
-        )
+        notes += to_torch(template.groups, template.tensors(), run, accept)
+        new = [int(number(run.optimizer[f"{g.prefix}step"])) for g in template.groups]
     elif settings:
         notes.append(
             "The MLX optimizer's state is not written: the template has no optimizer "
@@ -186,7 +185,6 @@ def _fill(
     for group in template.groups:
         flatten(group.held)
     old = [group.step for group in template.groups]
-    new = optimizers.steps_in(run.optimizer)
     moved = _move_trainer(template.checkpoint, old, new)
     if moved:
         changes = ", ".join(moved.values())
