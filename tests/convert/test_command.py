@@ -29,27 +29,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_dry_run_prints_the_scaler_path_as_the_scaler_key_flag_takes_it(
-    tmp_path, capsys
+def test_conversion_direction_follows_from_the_path_that_exists(
+    tmp_path, capsys, monkeypatch
 ):
-    model, optimizer, scaler = small()
-    where = paths(tmp_path, {"m": model, "o": optimizer, "amp": {"0": scaler}})
-    assert main([*where, "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith("scaler: amp/0\n")
-    assert main([*where, "--dry-run", "--scaler-key", "amp/0"]) == 0
-
-
-def test_conversion_of_gigabytes_reports_its_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_gradscale.convert.command._LARGE", 100)
-    where = paths(tmp_path, usual())
-    for target in ("mlx", "torch"):
-        assert main([*where, "--to", target, "--overwrite"]) == 0
-        said = capsys.readouterr().err
-        assert said.index("Reading /") < said.index("Writing /")
-        assert " GiB)...\n" in said
-
-
-def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys):
+    monkeypatch.setattr("mlx_gradscale.convert.command._LARGE", 100)  # bytes
     where = paths(tmp_path)
     assert "Neither" in fails(capsys, *where)
     paths(tmp_path, usual())
@@ -58,8 +41,11 @@ def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys
     assert "--to mlx or --to torch" in fails(capsys, *where)
     assert "--overwrite" in fails(capsys, *where, "--to", "mlx")
     assert "--overwrite" in fails(capsys, *where, "--to", "torch")
-    assert main([*where, "--to", "mlx", "--overwrite"]) == 0
-    assert main([*where, "--to", "torch", "--overwrite"]) == 0
+    for target in ("mlx", "torch"):
+        capsys.readouterr()
+        assert main([*where, "--to", target, "--overwrite"]) == 0
+        said = capsys.readouterr().err  # large files show progress
+        assert said.index("Reading /") < said.index("Writing /")
 
 
 def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
@@ -106,11 +92,22 @@ def test_convert_errors_take_one_line_and_leave_no_files(flags, word, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["--rename", "--layout"])
-def test_wrong_flag_is_a_usage_error(flag, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rename", "nothing"], "'nothing' must contain '=' between its two parts."),
+        (["--layout", "nothing"], "'nothing' must contain '=' between its two parts."),
+        (["a.pt", "run"], "error: pass --torch-path a.pt --mlx-path run"),
+        (["run", "a.pt"], "error: pass --torch-path a.pt --mlx-path run"),
+        (["run", "--torch-path", "a.pt"], "pass --torch-path a.pt --mlx-path run"),
+    ],
+)
+def test_usage_error_says_what_to_pass_after_one_line_of_usage(flags, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([*paths(tmp_path, usual()), flag, "nothing"])
-    assert "'nothing' must contain '='" in capsys.readouterr().err
+        main(flags)
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: mlx_gradscale convert --torch-path PATH")
+    assert error.endswith(message)
 
 
 def test_rename_is_split_at_the_last_equals_sign(tmp_path):
@@ -235,19 +232,6 @@ def test_target_that_cannot_be_written_is_found_before_the_source_is_read(
     ):
         said = fails(capsys, source, str(tmp_path / name), target, bad)
         assert f"Cannot write {bad}: Not a directory" in said
-
-
-def test_paths_without_flags_are_an_error_that_gives_the_flags(capsys):
-    for paths_given in (
-        ["a.pt", "run"],
-        ["run", "a.pt"],
-        ["run", "--torch-path", "a.pt"],
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main(paths_given)
-        usage, error = capsys.readouterr().err.splitlines()
-        assert usage.startswith("usage: mlx_gradscale convert --torch-path PATH")
-        assert error.endswith("error: pass --torch-path a.pt --mlx-path run")
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):

@@ -17,7 +17,6 @@ from mlx_gradscale.convert import (
     build_optimizer,
     load_torch,
     main,
-    save_torch,
 )
 from mlx_gradscale.convert.save import gather, write_run
 from mlx_gradscale.convert.template import make_template
@@ -212,9 +211,6 @@ def test_limits_of_reading_a_template_can_be_changed(tmp_path):
     few = pt.Limits(operations=5)
     with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
         build_optimizer(tmp_path / "run", limits=few)
-    like = tmp_path / "run" / TEMPLATE
-    with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
-        save_torch(tmp_path / "b.pt", Small(), like=like, options=Options(limits=few))
 
 
 def test_template_is_not_mistaken_for_a_checkpoint(tmp_path, capsys):

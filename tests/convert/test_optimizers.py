@@ -180,22 +180,18 @@ def test_parameters_without_optimizer_state_are_reported_and_stay_without(
         assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_half_precision_moments_come_back_in_the_dtype_of_pytorch(
-    dtype, steps, tmp_path
-):
+def test_bfloat16_moments_come_back_in_the_dtype_of_pytorch(steps, tmp_path):
     path = Side("AdamW").steps(range(steps)).save(tmp_path / "a.pt")
     mine = Mine(path).steps(range(2))
-    state = [(k, x.astype(dtype) if k.endswith((".m", ".v")) else x)
-             for k, x in tree_flatten(mine.optimizer.state)]  # fmt: skip
-    mine.optimizer.state = tree_unflatten(state)
+    state = {k: x.astype(mx.bfloat16) if k.endswith((".m", ".v")) else x
+             for k, x in tree_flatten(mine.optimizer.state)}  # fmt: skip
+    mine.optimizer.state = tree_unflatten([*state.items()])
     back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)["optimizer"]
     for name, slots in zip(SHAPES, back["state"].values(), strict=True):
-        for slot, ours in (("exp_avg", "m"), ("exp_avg_sq", "v")):
-            assert slots[slot].dtype == torch.float32
-            want = dict(state)[f"{name}.{ours}"].astype(mx.float32)
-            assert mx.array_equal(mx.array(slots[slot].numpy()), want)
+        for got, ours in ((slots["exp_avg"], "m"), (slots["exp_avg_sq"], "v")):
+            assert got.dtype == torch.float32
+            assert (got.numpy() == state[f"{name}.{ours}"].astype(mx.float32)).all()
 
 
 def test_parameter_with_zero_moments_gets_the_step_count_of_mlx(tmp_path):
