@@ -239,24 +239,28 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     with atomic_folder(path) as folder:
         save_checkpoint(folder, model, optimizer, run.scaler, **extra)
         write_template(folder, template)
-    print(printable(f"Wrote {path}. {_advice(str(path), run)}"))
+    print("\n".join([f"Wrote {printable(path)}.", *_advice(str(path), run)]))
 
 
-def _advice(path: str, run: TorchRun) -> str:
-    """Return a sentence on how to use a converted run."""
+def _advice(path: str, run: TorchRun) -> list[str]:
+    """Return lines to print after a conversion, with code to paste."""
     if run.optimizer is None:
-        return "The run has no optimizer. The weights are in save-*/model.safetensors."
-    parts, more = "model, optimizer", ""
-    text = "To resume: from mlx_gradscale import GradScaler, convert, "
-    text += f"restore_checkpoint; optimizer = convert.build_optimizer({path!r}); "
-    if run.scaler is not None:
-        text, parts = f"{text}scaler = GradScaler(); ", f"{parts}, scaler"
-    else:
-        more = " The run has no scaler. To train in float16, find a first loss scale: "
-        more += "from mlx_gradscale.diagnostics import calibrate; import mlx.core as "
-        more += "mx; scaler = GradScaler(); calibrate(scaler, model, loss_fn, *batch, "
-        more += "compute_dtype=mx.float16)"
-    return f"{text}restore_checkpoint({path!r}, {parts}).{more}"
+        return ["There is no optimizer. The weights are in save-*/model.safetensors."]
+    has_scaler = run.scaler is not None
+    lines = [
+        "To resume:",
+        "from mlx_gradscale import GradScaler, convert, restore_checkpoint",
+        f"optimizer = convert.build_optimizer({path!r})",
+        *["scaler = GradScaler()"] * has_scaler,
+        f"restore_checkpoint({path!r}, model, optimizer{', scaler' * has_scaler})",
+    ]
+    scaling = [
+        "The run has no scaler. To train in float16, find a first loss scale:",
+        "import mlx.core as mx; from mlx_gradscale.diagnostics import calibrate; "
+        "scaler = GradScaler(); calibrate(scaler, model, loss_fn, *batch, "
+        "compute_dtype=mx.float16)",
+    ]
+    return lines if has_scaler else lines + scaling
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
@@ -277,7 +281,8 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     check_torch(target, template.checkpoint, template.files, arguments.overwrite)
     _report("Reading", folder)
     run = unwrap(read_checkpoint(folder))
-    _report("Writing", target, folder)
+    if not dry_run:
+        _report("Writing", target, folder)
     notes, old = write_run(
         target, template, run, options.accept, arguments.overwrite, dry_run
     )
