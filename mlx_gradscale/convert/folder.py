@@ -69,9 +69,9 @@ def read_torch(
         content[TRAINER] = _read_trainer_state(_inside(path / TRAINER), limits)
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
-    files = {name: path / name for name in names if name not in read}
-    left = [name for name, file in files.items() if not _is_plain(file)]
-    files = {name: file for name, file in files.items() if name not in left}
+    others = [name for name in names if name not in read]
+    files = {name: path / name for name in others if _is_plain(path / name)}
+    left = [name for name in others if name not in files]
     notes = [
         f"These files or folders were left out: {list_some(left)}. Only regular files "
         "that are not hidden are copied."

@@ -98,11 +98,16 @@ def write_run(
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Write a template filled with a run; return notes, and notes on old entries."""
-    check_torch(Path(path), template.checkpoint, template.files, overwrite)
+    path, files = Path(path), template.files
+    check_torch(path, template.checkpoint, files, overwrite)
     with unchanged(template.checkpoint):
         notes, old = _fill(template, run, accept)
+        gone = [name for name, file in (files or {}).items() if not file.is_file()]
+        if files and gone:
+            files = {name: file for name, file in files.items() if name not in gone}
+            notes.append(f"These files no longer exist: {list_some(gone)}.")
         if not dry_run:
-            write_torch(Path(path), template.checkpoint, template.files)
+            write_torch(path, template.checkpoint, files)
     return notes, old
 
 

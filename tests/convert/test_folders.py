@@ -243,6 +243,9 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
     assert moments[7]["step"].item() == 4
     assert moments[7]["exp_avg"].shape == (8, 4)
     assert (tmp_path / "out/adapter_config.json").exists()
+    (tmp_path / "in/adapter_config.json").unlink()
+    notes = save_torch(tmp_path / "new", model, run.optimizer, like=run.template)
+    assert "These files no longer exist: adapter_config.json." in notes
 
 
 def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, capsys):
