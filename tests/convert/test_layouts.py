@@ -95,24 +95,6 @@ class Net(nn.Module):
         self.blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
-def test_sequential_and_list_names_and_batchnorm_buffers_convert():
-    torch = pytest.importorskip("torch")
-    features = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3),
-        torch.nn.BatchNorm2d(4),
-        torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3)),
-    )
-    theirs = torch.nn.Module()
-    theirs.features = features
-    theirs.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
-    plan = convert(state_dict(theirs), Net())
-    names = {name: entry.mlx for name, entry in plan.entries.items()}
-    assert names["features.2.0.weight"] == ("features.layers.2.layers.0.weight",)
-    assert names["features.1.running_var"] == ("features.layers.1.running_var",)
-    assert names["blocks.1.bias"] == ("blocks.1.bias",)
-    assert plan.torch_only == ("features.1.num_batches_tracked",)
-
-
 def net_tensors():
     net = Net()
     tensors = {}
