@@ -139,8 +139,9 @@ def trainer_state(checkpoint: Any) -> dict[str, Any]:
 
 def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> None:
     """Raise if a folder exists, unless ``overwrite`` and it has only its own files."""
-    if path.is_file():
-        raise FileExistsError(f"{path} is a file, not a folder. Use another path.")
+    if path.is_file() or path.is_mount():  # neither can be replaced by a folder
+        kind = "file" if path.is_file() else "mount point"
+        raise FileExistsError(f"{path} is a {kind}. Use another folder.")
     there = [file.name for file in path.iterdir()] if path.is_dir() else []
     if there and not overwrite:
         raise FileExistsError(
@@ -156,7 +157,7 @@ def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> 
 
 def check_writable(path: Path) -> None:
     """Raise if a path cannot be written, before the work. Its parents may not exist."""
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    parent = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
     try:
         with temporary_folder(parent):
             pass

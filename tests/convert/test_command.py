@@ -230,6 +230,8 @@ def test_target_that_cannot_be_written_is_found_before_the_source_is_read(
     ):
         said = fails(capsys, source, str(tmp_path / name), target, bad)
         assert f"Cannot write {bad}: Not a directory" in said
+    source = ["--torch-path", str(tmp_path / "a.pt"), "--to", "mlx", "--overwrite"]
+    assert "is a mount point" in fails(capsys, *source, "--mlx-path", "/dev")
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):
