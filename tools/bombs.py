@@ -31,7 +31,7 @@ from support.convert_runs import Holder, forward, small, usual  # noqa: E402
 from torch_checkpoint import test_limits as pickles  # noqa: E402
 
 from mlx_gradscale import torch_checkpoint  # noqa: E402
-from mlx_gradscale.convert.template import TEMPLATE  # noqa: E402
+from mlx_gradscale.convert.template_file import TEMPLATE  # noqa: E402
 from tests.support.torch_files import (  # noqa: E402
     legacy,
     pack,

@@ -272,9 +272,7 @@ def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
     run = started("schedule", 1)
     save_checkpoint(tmp_path, *run.parts)
     other = Run(optim.AdamW(1e-2, bias_correction=True))
-    with pytest.warns(
-        UserWarning, match=r"for \['learning_rate'\], but .* for \[\]"
-    ) as w:
+    with pytest.warns(UserWarning, match="schedule for learning_rate, but this") as w:
         restore_checkpoint(tmp_path, *other.parts)
     assert [warning.filename for warning in w] == [__file__]
 
