@@ -145,23 +145,6 @@ def recognize(state: Mapping[str, Any]) -> str:
     )
 
 
-def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
-    """Return whether a dict looks like a scaler state.
-
-    It must have the keys of a format, and no nested values. Unless it is stored under a
-    name like "scaler" (``is_named``), only PyTorch's format counts, because the keys of
-    the others are common words.
-    """
-    known = FORMATS.values() if is_named else [FORMATS["torch"]]
-    try:
-        values = _flat(state)
-    except ValueError:
-        return False
-    has_keys = any(row.required <= values.keys() for row in known)
-    containers = (Mapping, list, tuple)
-    return has_keys and not any(isinstance(x, containers) for x in values.values())
-
-
 def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str, Any]:
     """Convert a scaler state in one of :data:`FORMATS` to PyTorch's format.
 
