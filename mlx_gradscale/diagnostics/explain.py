@@ -9,17 +9,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.scale import SMALLEST_SCALE
+from ..core.scaler import GradScaler
 from ..files.text import align, dtype_name, power
 from ..float32_layers.faults import find_fault
-from ..float32_layers.report import WHOLE_MODEL, Float32Search
-from ..float32_layers.search import search
+from ..float32_layers.progress import Progress
+from ..float32_layers.report import FIRST_SCALE, Float32Search
+from ..float32_layers.search import calibration_line, run_scaled, search
 from ..float32_layers.trial import Trial
 from ..nonfinite import NonFinite
 from .reading import scale_of
 
-# Multiplied by this factor, a loss scale is too small to cause an overflow.
-_SMALLER = 2.0**-40
+# A model that skips steps may have unusual weights, so allow more than the search does.
+_TOLERANCE = 0.05
 _MAX_ROWS = 20
 
 _ADVICE = {
@@ -33,14 +34,16 @@ _ADVICE = {
     "forward": "Loss scaling affects only gradients and cannot help. If the value "
     "overflowed, compute the layers that produce and read it in float32, make their "
     "inputs smaller, or compute in bfloat16.",
-    "loss": "The model's outputs are finite, but the loss is not. Loss scaling cannot "
-    "help. Compute the loss in float32, from logits.astype(mx.float32), and look for a "
-    "logarithm of zero or a division by zero.",
-    "gradients": "Only the gradients overflow. A smaller loss scale fixes this, and a "
-    "dynamic scaler finds one by itself.",
-    "derivative": "The gradients are non-finite at any loss scale, because a "
-    "derivative itself is inf or NaN. Examples are the derivatives of sqrt and of a "
-    "norm at zero, which an epsilon fixes.",
+    "loss": "The model's outputs are finite, but the loss is non-finite or wrong. Loss "
+    "scaling cannot help. Compute the loss in float32, from "
+    "logits.astype(mx.float32), and look for a logarithm of zero or a division by "
+    "zero.",
+    "gradients": "Only the gradients overflow. A smaller loss scale fixes this: at "
+    "{scale}, they are finite and match float32. A dynamic scaler finds such a scale "
+    "by itself, but skips a step each time it halves the scale.",
+    "derivative": "No loss scale gives gradients that are finite and match float32. "
+    "The derivatives of sqrt and of a norm, for example, are inf or NaN at zero, which "
+    "an epsilon fixes.",
 }
 
 
@@ -51,27 +54,26 @@ class OverflowReport:
     Attributes:
         cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",
             "gradients" or "derivative".
-        layer (str or None): The path of the layer that computed or owns the first
-            non-finite value. "" is the model, and None the loss function or no layer.
-        where (str): The first non-finite value and its location, in words.
+        layer (str or None): The path of the layer that computed or owns the first bad
+            value. "" is the model, and None the loss function or no layer.
+        where (str): The first bad value and its location, in words. A value is bad if
+            it is non-finite or, if that explains nothing, far from float32.
         loss (float): The loss.
-        scale (float): The loss scale passed to :func:`explain_overflow`, or 1.0.
+        scale (float or None): The loss scale passed to :func:`explain_overflow`, or
+            1.0. None for a function that ``scale_loss`` returned.
         leaves (list): The non-finite leaves of the batch, the parameters or the
             gradients. In a path such as ``args[1].mask``, ``args[1]`` is the second
             argument of the loss function.
-        cure (list or None): The layers to pass to ``float32_layers``, verified on this
-            batch. None if no layers help or are needed.
-        problem (str): What is non-finite even in float32; "" if nothing is.
+        search (Float32Search): The search for float32 layers on this batch.
     """
 
     cause: str
     layer: str | None
     where: str
     loss: float
-    scale: float
+    scale: float | None
     leaves: list[NonFinite] = field(default_factory=list)
-    cure: list[str] | None = None
-    problem: str = ""
+    search: Float32Search = field(default_factory=lambda: Float32Search([]))
 
     @property
     def loss_is_finite(self) -> bool:
@@ -80,31 +82,39 @@ class OverflowReport:
 
     @property
     def scaling_helps(self) -> bool:
-        """Whether a smaller loss scale makes the gradients finite."""
+        """Whether the gradients match float32 at a smaller loss scale, as verified."""
         return self.cause == "gradients"
 
     @property
+    def fix(self) -> list[str] | None:
+        """The layers to pass to ``float32_layers``, verified on this batch, or None."""
+        return self.search.where or None
+
+    @property
     def line(self) -> str:
-        """The line of code that fixes the overflow, and where to add it; "" if none."""
-        if self.cure is None:
+        """The code that fixes the overflow, and where to add it; "" if none."""
+        lines = []
+        if self.fix is not None:
+            where = self.fix[0] if len(self.fix) == 1 else self.fix
+            lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
+        if self.scaling_helps or (self.fix and self.search.scale < FIRST_SCALE):
+            lines.append(f"    {self.search.calibration}")
+        if not lines:
             return ""
-        where = self.cure[0] if len(self.cure) == 1 else self.cure
-        lines = [WHOLE_MODEL] if Float32Search(self.cure).is_whole_model else []
-        lines += [
-            "Add this line before the first step, and before the step is compiled:",
-            f"    mlx_gradscale.float32_layers(model, {where!r})",
-        ]
-        return "\n".join(lines)
+        add = f"Add {'these lines' if lines[1:] else 'this line'} before the first step"
+        lines.insert(0, f"{add}, and before the step is compiled:")
+        return "\n".join(filter(None, [self.search.caution, *lines]))
 
     def __str__(self) -> str:
-        scale = f"at a loss scale of {power(self.scale)}"
+        scale = "" if self.scale is None else f" at a loss scale of {power(self.scale)}"
         if self.loss_is_finite:
-            first = f"The loss is finite ({self.loss:.6g}) {scale}."
+            first = f"The loss is finite ({self.loss:.6g}){scale}."
         else:
-            first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
-        advice = _ADVICE[self.cause]
-        if self.problem:
-            advice = f"Neither loss scaling nor float32 layers help. {self.problem}"
+            first = f"The loss itself is {self.loss}{scale}, so the step is skipped."
+        advice = _ADVICE[self.cause].format(scale=power(self.search.scale))
+        if self.search.problem:
+            advice = "Neither loss scaling nor float32 layers help. "
+            advice += self.search.problem
         lines = [first, self.where, advice, self.line]
         if self.leaves:
             lines.append(_table(self.leaves))
@@ -124,8 +134,10 @@ def explain_overflow(
     """Rerun one batch, and report the first non-finite value and how to fix it.
 
     The report says whether the loss itself is finite, and which layer computed the
-    value. The model and the random state do not change. This function may run the batch
-    several times, so call it after a skipped step, not on every step.
+    value. It also compares the batch with float32, because an overflow inside a layer
+    may leave the loss finite but wrong, and verifies the fix it gives. The model and
+    the random state do not change. This function runs the batch several times, so call
+    it after a skipped step, not on every step.
 
     Args:
         model (nn.Module): The model.
@@ -169,28 +181,36 @@ def explain_overflow(
     number = 1.0 if scale is None else scale_of(scale)
     result = trial.run(scale=number)
     fault = find_fault(trial, result)
-    if fault is None:
-        return OverflowReport("nothing", None, "", result.loss, number)
-    cause = fault.cause
-    if cause == "gradients":
-        smaller = max(number * _SMALLER, SMALLEST_SCALE)
-        if find_fault(trial, trial.run(scale=smaller)) is not None:
-            cause = "derivative"
-    cure, problem = None, ""
-    if cause in ("forward", "loss"):
-        original = inspect.unwrap(
-            loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
-        )
-        # A model that skips steps may have unusual weights, so use a large tolerance.
-        trial = replace(trial, loss_fn=original)
-        found = search([trial], tolerance=0.1)
-        cure = found.where or None
-        # Without rows, the search has ended because float32 overflows as well.
-        problem = "" if found.rows else found.problem
-    text, leaves = fault.text, fault.leaves
-    return OverflowReport(
-        cause, fault.layer, text, result.loss, number, leaves, cure, problem
+    given = result.loss, None if hasattr(loss_fn, "has_scaled_gradient") else number
+    if fault is not None and fault.cause in ("batch", "arguments", "parameters"):
+        where = fault.layer, fault.text
+        return OverflowReport(fault.cause, *where, *given, fault.leaves)
+    original = inspect.unwrap(
+        loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
     )
+    trial = replace(trial, loss_fn=original)
+    trial = replace(trial, reference=trial.run_in_float32(), tolerance=_TOLERANCE)
+    run = trial.run(scale=number)
+    if fault is None and run.matches_reference:
+        text = "The loss and the gradients match float32."
+        return OverflowReport("nothing", None, text, *given)
+    scaled = run_scaled(trial, None, Progress("explain_overflow"))
+    if scaled.matches_reference:
+        found = Float32Search([], scale=scaled.scale)
+    else:
+        found = search([trial], _TOLERANCE)
+    if found.where and (fault is None or fault.cause == "gradients"):
+        # An overflow inside a layer left the loss finite. Find the first wrong value.
+        fault = find_fault(trial, run)
+    if fault is None:
+        text = f"Small gradients underflow. They match float32 at {power(found.scale)}."
+        return OverflowReport("nothing", None, text, *given, search=found)
+    cause = fault.cause
+    if cause == "gradients" and (found.where or found.problem):
+        cause = "derivative"
+    source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
+    found = replace(found, calibration=calibration_line(trial, source))
+    return OverflowReport(cause, fault.layer, fault.text, *given, fault.leaves, found)
 
 
 def _table(leaves: list[NonFinite]) -> str:

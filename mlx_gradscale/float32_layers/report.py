@@ -10,8 +10,10 @@ from ..files.text import align, percent
 from .where import FORMAT, TO
 
 _MAX_ROWS = 40
+# GradScaler's default scale, at which a run starts unless it is calibrated.
+FIRST_SCALE = 65536.0
 
-WHOLE_MODEL = (
+_WHOLE_MODEL = (
     "The whole model would have to compute in float32, at the cost of a float32 model. "
     "The overflow is probably in the model's own code, between its layers, or in the "
     "loss function. A better fix is to cast the overflowing expression to float32 "
@@ -64,6 +66,8 @@ class Float32Search:
         problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.
+        scale (float): A loss scale, at most 65536, at which ``where`` was verified.
+        calibration (str): The line of code that finds a loss scale before training.
     """
 
     where: list[str]
@@ -72,11 +76,27 @@ class Float32Search:
     problem: str = ""
     losses: list[tuple[float, float]] = field(default_factory=list)
     float16_parameters: float = 1.0
+    scale: float = FIRST_SCALE
+    calibration: str = ""
 
     @property
     def is_whole_model(self) -> bool:
         """Whether the whole model must compute in float32."""
         return any(not entry.partition(TO)[0] for entry in self.where)
+
+    @property
+    def caution(self) -> str:
+        """What to do instead if most parameters need float32; "" for other models."""
+        if self.is_whole_model:
+            return _WHOLE_MODEL
+        if self.float16_parameters >= 0.5:
+            return ""
+        is_float16 = not self.rows or self.rows[0].maximum == Row.maximum
+        wide = "bfloat16, which has the same range as float32, or in " * is_float16
+        return (
+            f"Only {percent(self.float16_parameters)} of the parameters could compute "
+            f"in half precision, which saves little. Train in {wide}float32 instead."
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
@@ -94,16 +114,23 @@ class Float32Search:
         if not self.where:
             lines = ["Every layer can compute in half precision."]
         elif self.is_whole_model:
-            lines = [WHOLE_MODEL, *self.reasons.values()]
+            lines = [self.caution, *self.reasons.values()]
         else:
             share = percent(self.float16_parameters)
             lines = [
                 "These layers must compute in float32:",
                 *(f"  {entry}: {why}" for entry, why in self.reasons.items()),
-                f"{share} of the parameters belong to half-precision layers.",
+                self.caution
+                or f"{share} of the parameters belong to half-precision layers.",
             ]
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines.append(f"Loss {', '.join(losses)}.")
+        if self.calibration and self.scale < FIRST_SCALE:
+            lines += [
+                "The gradients overflow at a loss scale of 65536, so a run that starts "
+                "there skips its first steps. To skip none, call before training:",
+                f"    {self.calibration}",
+            ]
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]
         rows: list[tuple[str, ...]] = [("layer", "largest", "headroom", "dtype")]
         for row in least:

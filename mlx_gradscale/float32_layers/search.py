@@ -1,6 +1,5 @@
 """Find the layers of a half-precision model that must compute in float32."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,21 +11,27 @@ from mlx.utils import tree_flatten
 
 from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
+from ..files.text import dtype_name, power
 from .calls import is_inside, owner_of
 from .faults import find_fault
-from .report import Float32Search, Row
-from .trial import Call, Run, Trial, Value, relative_distance
+from .progress import Progress
+from .report import FIRST_SCALE, Float32Search, Row
+from .trial import (
+    FARTHEST,
+    GRADIENT_TOLERANCE,
+    Call,
+    Run,
+    Trial,
+    Value,
+    relative_distance,
+)
 from .where import THE_LOSS, TO, resolve
 
-# Rounding in both passes affects gradients, so they may differ more than the loss.
-_GRADIENT_TOLERANCE = 10
 # Loss scales, tried in this order until the gradients are finite.
-_SCALES = [2.0**power for power in range(16, -41, -8)]
-
-_logger = logging.getLogger(__name__)
+_SCALES = [FIRST_SCALE * 2.0**-p for p in range(0, 57, 8)]
 
 
-class NoCureFound(Exception):
+class NoFixFound(Exception):
     """Raised if no choice of float32 layers helps; the message gives the reason."""
 
 
@@ -40,7 +45,7 @@ def find_float32_layers(
     margin: float = 2.0,
     tolerance: float = 0.02,
 ) -> Float32Search:
-    """Find which layers must compute in float32, and verify that they suffice.
+    """Find the layers that must compute in float32, and verify that they suffice.
 
     Every batch runs forward and backward in float32 and in half precision. If a value
     between layers comes within a factor of ``margin`` of the dtype's maximum, 65504 for
@@ -49,8 +54,9 @@ def find_float32_layers(
     or too far from float32. Finally, the loss and gradients must match float32.
 
     The search does not change the model. Pass the result to
-    :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
-    at level INFO.
+    :func:`mlx_gradscale.float32_layers`, or save it for later. If the search takes
+    longer than three seconds, its runs are printed to stderr. If logging is enabled at
+    level INFO, all runs are logged instead.
 
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
@@ -121,10 +127,13 @@ def search(
     trials: Sequence[Trial], tolerance: float, margin: float = 1.0
 ) -> Float32Search:
     """Run the search of :func:`find_float32_layers` on one trial per batch."""
+    if len(trials) > 1:
+        names = (f"Batch {i} of {len(trials)}" for i in range(1, len(trials) + 1))
+        trials = [replace(t, name=n) for t, n in zip(trials, names, strict=True)]
     state, problem = _Search(trials[0], margin), ""
     try:
-        for i, trial in enumerate(trials, start=1):
-            state.references.append(_run_in_float32(trial, f"Batch {i}"))
+        for trial in trials:
+            state.references.append(state.run_in_float32(trial))
             state.cover(state.references[-1].loss_call)
         compared = [
             replace(trial, reference=reference, tolerance=tolerance)
@@ -134,35 +143,36 @@ def search(
         while tried != list(state.reasons):
             tried = list(state.reasons)
             state.halves = [state.grow(trial) for trial in compared]
-    except NoCureFound as error:
+    except NoFixFound as error:
         state.reasons, problem = {}, str(error)
-    return state.report(problem)
+    return replace(state.report(problem), calibration=calibration_line(trials[0]))
 
 
-def _run_in_float32(trial: Trial, name: str) -> Run:
-    _logger.info("%s in float32", name)
-    reference = trial.run_in_float32()
-    fault = find_fault(trial, reference)
-    if fault is None:
-        return reference
-    why = [f"{name} gives non-finite values even in float32.", fault.text]
-    if fault.cause not in ("batch", "parameters"):
-        why += [
-            f"The loss is {reference.loss}. Look for values that grow too large, a "
-            "logarithm or square root of zero, a division by zero, or a cast to half "
-            "precision."
-        ]
-    raise NoCureFound(" ".join(filter(None, why)))
+def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) -> Run:
+    """Run in half precision; lower the loss scale while only gradients overflow.
 
-
-def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
-    """Run in half precision; lower the loss scale while only gradients overflow."""
+    ``where`` replaces the model's float32 layers for this run; None keeps them.
+    """
+    layers = None if where is None else list(where)
+    names = [entry or "the whole model" for entry in layers or ()]
+    text = f", with {', '.join(names)} in float32" if names else ""
     for scale in _SCALES:
-        _logger.info("In half precision with float32 layers %s", [*where])
-        half = trial.run([*where], scale)
+        progress.show(f"{trial.name} in half precision at {power(scale)}{text}")
+        half = trial.run(layers, scale)
         if half.has_finite_gradients or not math.isfinite(half.loss):
             break
     return half
+
+
+def calibration_line(trial: Trial, source: str = "optimizer") -> str:
+    """Return the line of code that calibrates the loss scale for a trial."""
+    name = getattr(trial.loss_fn, "__name__", "")
+    arguments = [source, "model", name if name.isidentifier() else "loss_fn", "*batch"]
+    if trial.compute_dtype is not None:
+        arguments.append(f"compute_dtype=mx.{dtype_name(trial.compute_dtype)}")
+    arguments += ["keep=keep"] * (trial.keep is not None)
+    arguments += ["cast_inputs=False"] * (not trial.cast_inputs)
+    return f"mlx_gradscale.diagnostics.calibrate({', '.join(arguments)})"
 
 
 class _Search:
@@ -174,8 +184,25 @@ class _Search:
         self.halves: list[Run] = []
         self._model = trial.model
         self._maximum, self._margin = trial.maximum, margin
+        self._progress = Progress("Search for float32 layers")
         # Magnitudes to ignore: of the batch, and of values that training cannot change.
         self._given: set[float] = set()
+
+    def run_in_float32(self, trial: Trial) -> Run:
+        """Run a batch in float32; raise if a value is non-finite."""
+        self._progress.show(f"{trial.name} in float32")
+        reference = trial.reference or trial.run_in_float32()
+        fault = find_fault(trial, reference)
+        if fault is None:
+            return reference
+        why = [f"{trial.name} gives non-finite values even in float32.", fault.text]
+        if fault.cause not in ("batch", "parameters"):
+            why += [
+                f"The loss is {reference.loss}. Look for values that grow too large, a "
+                "logarithm or square root of zero, a division by zero, or a cast to "
+                "half precision."
+            ]
+        raise NoFixFound(" ".join(filter(None, why)))
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
@@ -191,7 +218,8 @@ class _Search:
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
-        return Float32Search(where, reasons, rows, problem, losses, share)
+        scale = min((half.scale for half in self.halves), default=FIRST_SCALE)
+        return Float32Search(where, reasons, rows, problem, losses, share, scale)
 
     # Large values between layers, as measured in the float32 run.
 
@@ -244,29 +272,31 @@ class _Search:
     def grow(self, trial: Trial) -> Run:
         """Select layers until this batch agrees with float32; return its last run."""
         while True:
-            half = _run_scaled(trial, self.reasons)
-            distance = relative_distance(half.gradients)
-            is_close = distance <= _GRADIENT_TOLERANCE * trial.tolerance
-            if not half.is_loss_off and half.has_finite_gradients and is_close:
+            half = run_scaled(trial, self.reasons, self._progress)
+            if half.matches_reference:
                 return half
             fault = find_fault(trial, half)
             assert fault is not None, "a run with a reference has a fault"
             if fault.cause == "arguments":
-                raise NoCureFound(
+                raise NoFixFound(
                     f"{fault.text} Normalize the argument, or pass cast_inputs=False "
                     "to find_float32_layers and value_and_grad."
                 )
             if fault.cause == "gradients" and not fault.text:
-                raise NoCureFound(
+                distance = relative_distance(half.gradients)
+                text = (
                     "Nothing overflows, but rounding changes the gradients by "
-                    f"{distance:.0%} compared with float32. To accept this, set the "
-                    f"tolerance to {distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
+                    f"{distance:.0%} compared with float32."
                 )
+                if distance < FARTHEST:
+                    accepted = min(1.5 * distance, FARTHEST) / GRADIENT_TOLERANCE
+                    text += f" To accept this, set the tolerance to {accepted:.2g}."
+                raise NoFixFound(text)
             instead = f"{half.loss:.4g} instead of {half.expected_loss:.4g}"
             why = fault.text or f"The loss is {instead}."
             entry = self._entry_for(trial, half, fault.layer)
             if entry is None:
-                raise NoCureFound(
+                raise NoFixFound(
                     "Even computing the whole model in float32 is not enough. "
                     f"{why} Look for a cast to half precision or a division by zero in "
                     "the model and in the loss function."
@@ -287,7 +317,8 @@ class _Search:
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
             entry = f"{last}{TO}{THE_LOSS}"
-            if not _run_scaled(trial, [*self.reasons, entry]).is_loss_off:
+            where = [*self.reasons, entry]
+            if not run_scaled(trial, where, self._progress).is_loss_off:
                 return entry
         return None
 

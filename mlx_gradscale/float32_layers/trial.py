@@ -24,6 +24,9 @@ from .layers import float32_layers
 # 64 sums with random signs give the distance between two arrays to within about 20
 # percent, without storing the arrays.
 _SUMS = 64
+# Rounding in both passes affects gradients, so they may differ more than the loss, but
+# never by as much as gradients that are all zero, whose relative distance is 1.
+GRADIENT_TOLERANCE, FARTHEST = 10, 0.9
 
 
 class Value:
@@ -172,6 +175,14 @@ class Run:
         # Negated, because every comparison with NaN is False.
         return not abs(self.loss - self.expected_loss) <= allowed
 
+    @property
+    def matches_reference(self) -> bool:
+        """Whether loss and gradients are finite and close to the reference run."""
+        if self.is_loss_off or not self.has_finite_gradients:
+            return False
+        allowed = min(GRADIENT_TOLERANCE * self._tolerance, FARTHEST)
+        return relative_distance(self.gradients) <= allowed
+
     def read(self, loss: mx.array, gradients: Any) -> None:
         """Add the parameter gradients, and evaluate the loss and all statistics."""
         for path, x in flatten(gradients):
@@ -239,7 +250,8 @@ class Trial:
     """A model, a loss and one batch, with options for ``GradScaler.value_and_grad``.
 
     If ``reference`` is a float32 run, all values are compared with that run, and the
-    relative difference of the loss may be at most ``tolerance``.
+    relative difference of the loss may be at most ``tolerance``, and that of the
+    gradients ten times as much. ``name`` identifies the batch in messages.
     """
 
     model: nn.Module
@@ -251,6 +263,7 @@ class Trial:
     keep: Callable[[str, mx.array], bool] | None = None
     reference: Run | None = None
     tolerance: float = 0.0
+    name: str = "The batch"
 
     @property
     def maximum(self) -> float:

@@ -99,8 +99,10 @@ def test_model_without_overflow_needs_no_float32_layers_and_each_run_is_logged(c
     before = model_state(model)
     with caplog.at_level("INFO"):
         found = find_float32_layers(model, loss_fn, [X, X * 2])
-    half = ["In half precision with float32 layers []"]
-    assert caplog.messages == ["Batch 1 in float32", "Batch 2 in float32", *half * 2]
+    how = ["1 of 2 in float32", "2 of 2 in float32"]
+    how += [f"{i} of 2 in half precision at 2^16" for i in (1, 2)]
+    runs = [f"run {i}: Batch {text}" for i, text in enumerate(how, start=1)]
+    assert caplog.messages == [f"Search for float32 layers, {run}" for run in runs]
     assert model_state(model) == before
     assert (found.where, found.problem) == ([], "")
     assert "Every layer can compute in half precision" in str(found)

@@ -1,0 +1,209 @@
+"""The lines that explain_overflow prints make the model train as in float32."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from support.helpers import mse
+from support.overflow_models import MODELS, batch
+
+import mlx_gradscale
+from mlx_gradscale import GradScaler, LossScaleOptimizer, find_float32_layers
+from mlx_gradscale.diagnostics import calibrate, explain_overflow
+
+HALF = mx.float16
+X = mx.random.normal((16, 8), key=mx.random.key(0))
+Y = mx.roll(X, 1, axis=1)
+BATCH = X.astype(HALF), Y.astype(HALF)
+
+
+def paste(report, **names):
+    """Run the lines that the report prints."""
+    assert report.line in str(report)
+    for line in report.line.splitlines():
+        if line.startswith("    "):
+            exec(line.strip(), {"mlx_gradscale": mlx_gradscale, "mx": mx, **names})
+
+
+def train(model, loss_fn, optimizer, steps=20):
+    """Return the mean loss of the last five steps."""
+    loss_and_grad = optimizer.value_and_grad(model, loss_fn)
+    losses = []
+    for i in range(steps):
+        loss, grads = loss_and_grad(*batch(model, i))
+        optimizer.update(model, grads)
+        losses.append(loss.item())
+    return sum(losses[-5:]) / 5
+
+
+NORMS = [f"blocks.{i}.norms.{j}" for i in (0, 1) for j in (0, 1)]
+# The cause, the layer and the fix that the report gives at a scale of 65536.
+ADVICE = {
+    "residual": ("forward", "", ["embed to norm"]),
+    "large_weights": ("forward", "blocks.1.up", ["blocks.1.up to blocks.1.down"]),
+    "large_constant": ("forward", "blocks.1", ["blocks.1"]),
+    "own_norm": ("forward", NORMS[0], [*NORMS, "norm"]),
+    "norm_by_sum": ("forward", NORMS[0], [*NORMS, "norm"]),
+    "mask": ("nothing", None, None),
+    "attention_scores": ("forward", "blocks.0", ["blocks.0"]),
+    "batch_norm": ("forward", "layers.1", ["layers.1"]),
+    "cosine": ("gradients", None, None),
+    "kl_divergence": ("loss", None, ["layers.2 to the loss"]),
+    "log_of_softmax": ("loss", None, ["layers.2 to the loss"]),
+    "sum_of_squares": ("loss", None, ["layers.2 to the loss"]),
+    "large_targets": ("loss", None, ["layers.2 to the loss"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The loss is float16")
+@pytest.mark.parametrize("name", MODELS)
+def test_pasted_advice_trains_as_in_float32_and_skips_no_step(name):
+    model, loss_fn = MODELS[name]()
+    expected = train(model, loss_fn, LossScaleOptimizer(optim.Adam(3e-3)))
+    model, loss_fn = MODELS[name]()
+    model.set_dtype(HALF)
+    optimizer = LossScaleOptimizer(optim.Adam(3e-3))
+    names = {"model": model, "loss_fn": loss_fn, "optimizer": optimizer}
+    names["batch"] = batch(model)
+    report = explain_overflow(model, loss_fn, *names["batch"], scale=65536.0)
+    assert (report.cause, report.layer, report.fix) == ADVICE[name]
+    assert report.scaling_helps == (name == "cosine")
+    assert ("Train in bfloat16" in str(report)) == (name == "residual")
+    paste(report, **names)
+    after = explain_overflow(model, loss_fn, *names["batch"], scale=optimizer)
+    assert (after.cause, after.where[:8]) == ("nothing", "The loss")
+    if name == "large_weights":
+        # Adam moves weights of 1e-6 by 3e-3: other layers overflow after six steps.
+        train(model, loss_fn, optimizer, steps=7)
+        again = explain_overflow(model, loss_fn, *batch(model, 7), scale=optimizer)
+        paste(again, **names)
+        train(model, loss_fn, optimizer, steps=20)
+        assert optimizer.scaler.skipped_steps.item() <= 2
+        return
+    assert train(model, loss_fn, optimizer) == pytest.approx(expected, rel=0.05)
+    assert optimizer.scaler.skipped_steps.item() == 0
+
+
+@pytest.mark.parametrize(("name", "scale"), [("large_targets", 256), ("mask", 65536)])
+def test_search_report_names_calibrate_only_if_the_first_steps_would_be_skipped(
+    name, scale
+):
+    model, loss_fn = MODELS[name]()
+    options = {"compute_dtype": HALF, "cast_inputs": name == "mask"}
+    found = find_float32_layers(model, loss_fn, [batch(model)], **options)
+    line = (
+        "    mlx_gradscale.diagnostics.calibrate(optimizer, model, loss_fn, *batch, "
+        "compute_dtype=mx.float16, cast_inputs=False)\n"
+    )
+    assert (line in str(found)) == (name != "mask")
+    assert found.scale == scale
+
+
+class Net(nn.Module):
+    """Adds ``gain`` times the output of a layer, and normalizes the sum."""
+
+    def __init__(self, gain=1.0, dtype=HALF):
+        super().__init__()
+        mx.random.seed(1)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(8)
+        self.head = nn.Linear(8, 8)
+        self.gain = gain
+        self.set_dtype(dtype)
+
+    def __call__(self, x):
+        x = x + self.first(x)
+        return self.head(self.norm(x + self.gain * self.second(x)))
+
+
+def check_fix(model, loss_fn, batch, **options):
+    """Run the lines that the report prints, and explain again."""
+    report = explain_overflow(model, loss_fn, *batch, **options)
+    names = {"model": model, "loss_fn": loss_fn, "batch": batch}
+    paste(report, optimizer=GradScaler(), **names)
+    assert explain_overflow(model, loss_fn, *batch, **options).cause == "nothing"
+    return report
+
+
+def test_fix_is_found_for_a_loss_function_with_its_own_scale():
+    optimizer = LossScaleOptimizer(optim.SGD(0.05), GradScaler(16.0))
+    for as_option in (False, True):
+        model = Net(gain=1e5)
+        scaled = optimizer.scale_loss(mse(model), model)
+        loss_fn, options = (
+            (mse(model), {"scale": optimizer}) if as_option else (scaled, {})
+        )
+        report = check_fix(model, loss_fn, BATCH, **options)
+        assert (report.cause, report.layer) == ("forward", "")
+        assert "The input of norm, which the code of the model computes," in str(report)
+        # A float32 norm, where the overflow was seen, would change nothing.
+        assert report.fix != ["norm"]
+
+
+def test_suggested_float32_layers_work_with_compute_dtype():
+    model = Net(gain=1e5, dtype=mx.float32)
+    report = check_fix(model, mse(model), (X, Y), scale=16.0, compute_dtype=HALF)
+    assert report.cause == "forward"
+
+
+def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
+    model = Net(gain=1e5)
+    mlx_gradscale.float32_layers(model, "second to norm")
+
+    def loss_fn(x, y):
+        return 1e4 * mse(model)(x, y)
+
+    scaler = GradScaler()
+    report = explain_overflow(model, loss_fn, *BATCH, scale=scaler)
+    assert (report.cause, report.fix) == ("gradients", None)
+    assert "match float32. A dynamic scaler" in str(report)
+    assert "calibrate(scaler, model, loss_fn, *batch)" in report.line
+    calibrate(scaler, model, loss_fn, *BATCH)
+    assert explain_overflow(model, loss_fn, *BATCH, scale=scaler).cause == "nothing"
+
+
+def test_small_gradients_that_underflow_without_scaling_are_reported():
+    model = Net()
+
+    def loss_fn(x, y):
+        return 1e-9 * mse(model)(x, y)
+
+    report = explain_overflow(model, loss_fn, *BATCH)
+    assert (report.cause, report.line) == ("nothing", "")
+    assert "Small gradients underflow. They match float32 at 2^16." in str(report)
+
+
+def test_layer_with_too_large_a_parameter_becomes_float32():
+    model = Net(dtype=mx.float32)
+    model.norm.weight = mx.full((8,), 1e5)
+    model.head.weight /= 1e5
+    report = check_fix(model, mse(model), (X, Y), compute_dtype=HALF)
+    assert (report.cause, report.layer) == ("forward", "norm")
+
+
+def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
+    class Own(Net):
+        def __call__(self, x):
+            x = mx.square(self.first(x) * 300)
+            return self.head(x / mx.mean(x, axis=-1, keepdims=True))
+
+    model = Own()
+    text = str(find_float32_layers(model, mse(model), [BATCH]))
+    assert text.startswith("The whole model would have to compute in float32")
+    assert "\nThe input of head, which the code of the model computes, " in text
+    assert "\n\n" not in text
+    report = check_fix(model, mse(model), BATCH)
+    assert (report.cause, report.fix) == ("forward", [""])
+    assert "The whole model would have to" in report.line
+    assert "x.astype(mx.float32)" in report.line
+
+
+def test_report_contains_no_fix_if_no_layers_help():
+    model = Net()
+
+    def loss_fn(x, y):
+        return mx.log(mse(model)(x, y) * 0)
+
+    report = explain_overflow(model, loss_fn, *BATCH)
+    assert (report.cause, report.fix, report.line) == ("loss", None, "")
