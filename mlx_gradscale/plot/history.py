@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: mlx_gradscale plot run.csv -o run.svg --dark",
     )
     add = parser.add_argument
-    add("history", help=".csv or .jsonl file of a ScaleHistory")
+    add("history", help=".csv file of a ScaleHistory")
     add("-o", "--output", help="image to write (default: HISTORY with suffix .png)")
     add("--dark", action="store_true", help="use a dark background")
 
@@ -46,7 +46,7 @@ def plot_history(
     """Plot the loss, loss scale and gradient norm of a run, and mark skipped steps.
 
     Args:
-        history (ScaleHistory or str): The history, or its ``.csv`` or ``.jsonl`` file.
+        history (ScaleHistory or str): The history, or its ``.csv`` file.
         path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
         dark (bool): Use colors for a dark background. Default: ``False``.
 
