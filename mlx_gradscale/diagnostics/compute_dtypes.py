@@ -1,9 +1,7 @@
 """Report the dtype in which each layer computes."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,8 +22,6 @@ class LayerDtypes:
     """The dtypes in one call to a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer. For another model
-            passed to the loss function, the argument follows in parentheses.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The dtype of the layer's own half-precision
             parameters; None if it has none.
@@ -33,7 +29,6 @@ class LayerDtypes:
         outputs (tuple): The dtypes of its floating-point outputs.
     """
 
-    model: str
     path: str
     parameters: mx.Dtype | None
     inputs: tuple[mx.Dtype, ...]
@@ -61,13 +56,11 @@ class DtypeReport:
         return next((layer for layer in half if mx.float32 in layer.outputs), None)
 
     def __str__(self) -> str:
-        models = {layer.model for layer in self.layers}
         rows = [["layer", "parameters", "inputs", "outputs"]]
         for layer in self.layers:
             own = [layer.parameters] if layer.parameters else []
-            name = layer.path or "(model)"
-            name = f"{layer.model}: {name}" if len(models) > 1 else name
-            rows.append([name, *map(_names, (own, layer.inputs, layer.outputs))])
+            dtypes = map(_names, (own, layer.inputs, layer.outputs))
+            rows.append([layer.path or "(model)", *dtypes])
         lines = [align(rows, left=4)]
         if self.first is not None:
             lines.append(_promotion_message(self.first))
@@ -106,8 +99,7 @@ def compute_dtypes(
     This function traces the batch without evaluating it.
 
     Args:
-        model (nn.Module): The model, which is not changed. The report includes other
-            models among the arguments of ``loss_fn``.
+        model (nn.Module): The model, which is not changed.
         loss_fn (Callable): As for ``value_and_grad``.
         *args (Any): The arguments of ``loss_fn``, such as a batch.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
@@ -136,33 +128,23 @@ def compute_dtypes(
         forward.extend(calls)
         return outputs
 
-    def make_handler(model: str, path: str) -> Handler:
+    def make_handler(path: str) -> Handler:
         def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             outputs = function(*args, **kwargs)
             if is_inside_layer.get() or module.computes_in_float32:
                 return outputs
             dtypes = _dtypes((args, kwargs)), _dtypes(outputs)
-            calls.append(LayerDtypes(model, path, first_half(module.values()), *dtypes))
+            calls.append(LayerDtypes(path, first_half(module.values()), *dtypes))
             return outputs
 
         return handle
 
     options = compute_dtype, cast_inputs, keep
-    trial = Trial(model, recorded_loss_fn, args, kwargs, *options)
-    models = {type(model).__name__: model}
-    parts = {id(part) for part in model.modules()}
-    for name, x in trial.arguments.items():
-        if isinstance(x, nn.Module) and id(x) not in parts:
-            models[f"{type(x).__name__} ({name})"] = x
-            parts |= {id(part) for part in x.modules()}
-    with contextlib.ExitStack() as stack:
-        for name, each in models.items():
-            stack.enter_context(handled(each, partial(make_handler, name)))
-        trial.differentiate()
+    with handled(model, make_handler):
+        Trial(model, recorded_loss_fn, args, kwargs, *options).differentiate()
     statistics = [
-        path if len(models) == 1 else f"{name}: {path}"
-        for name, each in models.items()
-        for path, layer in ordered_modules(each)
+        path
+        for path, layer in ordered_modules(model)
         if isinstance(layer, nn.BatchNorm)
         and "running_mean" in layer
         and layer.running_mean.dtype in HALF
@@ -182,7 +164,7 @@ def _names(dtypes: Any) -> str:
 
 def _promotion_message(layer: LayerDtypes) -> str:
     half = _names([layer.parameters])
-    name = f"{layer.path!r} of {layer.model}" if layer.path else layer.model
+    name = repr(layer.path) if layer.path else "The model"
     other = next((x for x in layer.inputs if x != layer.parameters), None)
     if other is None:
         why = "although none of its inputs is float32"
