@@ -42,11 +42,11 @@ def calibrate(
     Args:
         source (GradScaler or LossScaleOptimizer): The scaler or its optimizer.
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``value_and_grad``.
+        loss_fn (Callable): Same as in ``value_and_grad``.
         *batch (Any): The arguments of ``loss_fn``.
-        compute_dtype (Dtype, optional): As for ``value_and_grad``.
-        keep (Callable, optional): As for ``value_and_grad``.
-        cast_inputs (bool): As for ``value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
+        keep (Callable, optional): Same as in ``value_and_grad``.
+        cast_inputs (bool): Same as in ``value_and_grad``.
         headroom (int): How many times the gradients can double before they overflow.
             Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. Each must

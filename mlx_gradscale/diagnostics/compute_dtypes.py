@@ -1,20 +1,14 @@
 """Report the dtype in which each layer computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from ..core.finite import is_floating
-from ..core.gradients import is_opaque
-from ..core.masters import HALF
 from ..files.text import align, dtype_name
-from ..float32_layers.calls import Handler, handled, ordered_modules
-from ..float32_layers.layers import first_half, is_inside_layer
-from ..float32_layers.trial import Trial
+from ..float32_layers.trial import Call, Trial
 
 
 @dataclass(frozen=True)
@@ -42,12 +36,9 @@ class DtypeReport:
     Attributes:
         layers (tuple): The layer calls, in order of return. Layers selected with
             ``float32_layers`` are left out.
-        half_statistics (tuple): The BatchNorm layers with running statistics in half
-            precision.
     """
 
     layers: tuple[LayerDtypes, ...]
-    half_statistics: tuple[str, ...] = ()
 
     @property
     def first(self) -> LayerDtypes | None:
@@ -71,14 +62,6 @@ class DtypeReport:
                 "No layer computes in half precision. Pass compute_dtype=mx.float16, "
                 "or call model.set_dtype(mx.float16)."
             )
-        if self.half_statistics:
-            lines.append(
-                f"The running statistics of {', '.join(self.half_statistics)} are in "
-                "half precision, where small changes are lost and, in float16, a "
-                "variance above 65504 overflows. Before training, call "
-                "mlx_gradscale.float32_layers(model, "
-                "lambda path, layer: isinstance(layer, nn.BatchNorm))."
-            )
         return "\n".join(lines)
 
 
@@ -100,11 +83,11 @@ def compute_dtypes(
 
     Args:
         model (nn.Module): The model, which is not changed.
-        loss_fn (Callable): As for ``value_and_grad``.
+        loss_fn (Callable): Same as in ``value_and_grad``.
         *args (Any): The arguments of ``loss_fn``, such as a batch.
-        compute_dtype (Dtype, optional): As for ``value_and_grad``.
-        keep (Callable, optional): As for ``value_and_grad``.
-        cast_inputs (bool): As for ``value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
+        keep (Callable, optional): Same as in ``value_and_grad``.
+        cast_inputs (bool): Same as in ``value_and_grad``.
         **kwargs (Any): Keyword arguments of ``loss_fn``.
 
     Returns:
@@ -119,43 +102,16 @@ def compute_dtypes(
         >>> report.first.path, report.first.inputs
         ('layers.0', (mlx.core.float32,))
     """
-    calls: list[LayerDtypes] = []
-    forward: list[LayerDtypes] = []
-
-    def recorded_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        outputs = loss_fn(*args, **kwargs)
-        # Exclude calls of checkpointed layers in the backward pass.
-        forward.extend(calls)
-        return outputs
-
-    def make_handler(path: str) -> Handler:
-        def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            outputs = function(*args, **kwargs)
-            if is_inside_layer.get() or module.computes_in_float32:
-                return outputs
-            dtypes = _dtypes((args, kwargs)), _dtypes(outputs)
-            calls.append(LayerDtypes(path, first_half(module.values()), *dtypes))
-            return outputs
-
-        return handle
-
-    options = compute_dtype, cast_inputs, keep
-    with handled(model, make_handler):
-        Trial(model, recorded_loss_fn, args, kwargs, *options).differentiate()
-    statistics = [
-        path
-        for path, layer in ordered_modules(model)
-        if isinstance(layer, nn.BatchNorm)
-        and "running_mean" in layer
-        and layer.running_mean.dtype in HALF
-    ]
-    return DtypeReport(tuple(forward), tuple(statistics))
+    trial = Trial(model, loss_fn, args, kwargs, compute_dtype, cast_inputs, keep)
+    return DtypeReport(tuple(_layers(trial.run(evaluate=False).loss_call)))
 
 
-def _dtypes(tree: Any) -> tuple[mx.Dtype, ...]:
-    leaves = [x for _, x in tree_flatten(tree, is_leaf=is_opaque)]
-    arrays = (x for x in leaves if isinstance(x, mx.array))
-    return tuple(x.dtype for x in arrays if is_floating(x))
+def _layers(caller: Call) -> Iterator[LayerDtypes]:
+    for call in caller.children:
+        yield from _layers(call)
+        if not call.is_float32:
+            dtypes = (tuple(x.dtype for x in xs) for xs in (call.inputs, call.outputs))
+            yield LayerDtypes(call.path or "", call.parameters, *dtypes)
 
 
 def _names(dtypes: Any) -> str:

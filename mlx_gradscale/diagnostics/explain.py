@@ -10,18 +10,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.scaler import GradScaler
-from ..files.text import align, dtype_name, power
+from ..files.text import power
 from ..float32_layers.faults import find_fault
 from ..float32_layers.progress import Progress
 from ..float32_layers.report import FIRST_SCALE, Float32Search
 from ..float32_layers.search import calibration_line, run_scaled, search
 from ..float32_layers.trial import Trial
-from ..nonfinite import NonFinite
 from .reading import scale_of
 
 # A model that skips steps may have unusual weights, so allow more than the search does.
 _TOLERANCE = 0.05
-_MAX_ROWS = 20
 
 _ADVICE = {
     "nothing": "The gradients are finite too. If training skipped this batch, pass the "
@@ -61,9 +59,6 @@ class OverflowReport:
         loss (float): The loss.
         scale (float or None): The loss scale passed to :func:`explain_overflow`, or
             1.0. None for a function that ``scale_loss`` returned.
-        leaves (list): The non-finite leaves of the batch, the parameters or the
-            gradients. In a path such as ``args[1].mask``, ``args[1]`` is the second
-            argument of the loss function.
         search (Float32Search): The search for float32 layers on this batch.
     """
 
@@ -72,7 +67,6 @@ class OverflowReport:
     where: str
     loss: float
     scale: float | None
-    leaves: list[NonFinite] = field(default_factory=list)
     search: Float32Search = field(default_factory=lambda: Float32Search([]))
 
     @property
@@ -115,10 +109,7 @@ class OverflowReport:
         if self.search.problem:
             advice = "Neither loss scaling nor float32 layers help. "
             advice += self.search.problem
-        lines = [first, self.where, advice, self.line]
-        if self.leaves:
-            lines.append(_table(self.leaves))
-        return "\n".join(filter(None, lines))
+        return "\n".join(filter(None, [first, self.where, advice, self.line]))
 
 
 def explain_overflow(
@@ -141,17 +132,16 @@ def explain_overflow(
 
     Args:
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``nn.value_and_grad``. It returns the loss, or a
-            tuple that starts with the loss.
+        loss_fn (Callable): Returns the loss, or a tuple that starts with the loss.
         *batch (Any): The arguments of ``loss_fn``. For mlx-lm's losses, the model is
             the first argument.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale. A scaler lowers
             its scale after an overflow, so pass the scale of the skipped step as a
             number. Omit the scale if ``loss_fn`` was returned by ``scale_loss``.
             Default: ``1.0``.
-        compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
-        keep (Callable, optional): As for ``GradScaler.value_and_grad``.
-        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
+        keep (Callable, optional): Same as in ``value_and_grad``.
+        cast_inputs (bool): Same as in ``value_and_grad``.
         **named (Any): Keyword arguments of ``loss_fn``.
 
     Returns:
@@ -162,29 +152,27 @@ def explain_overflow(
         >>> from mlx_gradscale.diagnostics import explain_overflow
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         >>> model.layers[1].weight = mx.array([[6000.0, 6000.0]])
-        >>> report = explain_overflow(
-        ...     model,
-        ...     lambda x: 0.01 * model(x).astype(mx.float32).sum(),
-        ...     mx.ones((1, 2)),
-        ...     scale=65536.0,
-        ...     compute_dtype=mx.float16,
-        ... )
+        >>> def loss_fn(x):
+        ...     return 0.01 * model(x).astype(mx.float32).sum()
+        >>> report = explain_overflow(model, loss_fn, mx.ones((1, 2)), scale=65536.0,
+        ...                           compute_dtype=mx.float16)
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
-    trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
-    if scale is not None and hasattr(loss_fn, "has_scaled_gradient"):
+    number = 1.0 if scale is None else scale_of(scale)
+    is_scaled = hasattr(loss_fn, "has_scaled_gradient")
+    if scale is not None and is_scaled:
         raise TypeError(
             "This loss function was returned by scale_loss() and has its own scale. "
             "Omit scale=, or pass the original function."
         )
-    number = 1.0 if scale is None else scale_of(scale)
+    trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
     result = trial.run(scale=number)
     fault = find_fault(trial, result)
-    given = result.loss, None if hasattr(loss_fn, "has_scaled_gradient") else number
+    rest = result.loss, None if is_scaled else number
     if fault is not None and fault.cause in ("batch", "arguments", "parameters"):
-        where = fault.layer, fault.text
-        return OverflowReport(fault.cause, *where, *given, fault.leaves)
+        return OverflowReport(fault.cause, fault.layer, fault.text, *rest)
+    # The loss may be finite, but wrong because of an overflow inside a layer.
     original = inspect.unwrap(
         loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
     )
@@ -193,30 +181,20 @@ def explain_overflow(
     run = trial.run(scale=number)
     if fault is None and run.matches_reference:
         text = "The loss and the gradients match float32."
-        return OverflowReport("nothing", None, text, *given)
+        return OverflowReport("nothing", None, text, *rest)
     scaled = run_scaled(trial, None, Progress("explain_overflow"))
     if scaled.matches_reference:
         found = Float32Search([], scale=scaled.scale)
     else:
         found = search([trial], _TOLERANCE)
+    source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
+    found = replace(found, calibration=calibration_line(trial, source))
     if found.where and (fault is None or fault.cause == "gradients"):
-        # An overflow inside a layer left the loss finite. Find the first wrong value.
         fault = find_fault(trial, run)
     if fault is None:
         text = f"Small gradients underflow. They match float32 at {power(found.scale)}."
-        return OverflowReport("nothing", None, text, *given, search=found)
+        return OverflowReport("nothing", None, text * (not found.problem), *rest, found)
     cause = fault.cause
     if cause == "gradients" and (found.where or found.problem):
         cause = "derivative"
-    source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
-    found = replace(found, calibration=calibration_line(trial, source))
-    return OverflowReport(cause, fault.layer, fault.text, *given, fault.leaves, found)
-
-
-def _table(leaves: list[NonFinite]) -> str:
-    rows: list[tuple[Any, ...]] = [("name", "dtype", "nan", "+inf", "-inf", "of")]
-    for x in leaves[:_MAX_ROWS]:
-        counts = (x.nan, x.positive_inf, x.negative_inf, math.prod(x.shape))
-        rows.append((x.path, dtype_name(x.dtype), *counts))
-    more = len(leaves) - _MAX_ROWS
-    return align(rows) + (f"\n... and {more} more" if more > 0 else "")
+    return OverflowReport(cause, fault.layer, fault.text, *rest, found)

@@ -6,12 +6,12 @@ compares each value with a float32 run, and treats values that differ too much a
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..files.text import dtype_name, list_some, power
-from ..nonfinite import NonFinite, nonfinite
+from ..nonfinite import nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
 
@@ -28,7 +28,6 @@ class Fault:
     cause: str
     layer: str | None = None
     text: str = ""
-    leaves: list[NonFinite] = field(default_factory=list)
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
@@ -47,7 +46,7 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
         text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
-        return Fault("batch", None, text, leaves)
+        return Fault("batch", None, text)
     dtype = trial.compute_dtype if trial.cast_inputs else None
     if dtype is not None and not math.isfinite(run.loss):
         leaves = nonfinite(_cast(arguments, dtype))
@@ -55,14 +54,14 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
             names = list_some(leaf.path for leaf in leaves)
             limit = f"{dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
             text = f"The batch exceeds the {limit} in {names}."
-            return Fault("arguments", None, text, leaves)
+            return Fault("arguments", None, text)
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
         advice = "Restore an earlier checkpoint."
         text = f"The parameters contain NaN or inf in {names}. {advice}"
         paths = [path for path, _ in ordered_modules(trial.model)]
-        return Fault("parameters", owner_of(paths, leaves[0].path), text, leaves)
+        return Fault("parameters", owner_of(paths, leaves[0].path), text)
     return _first_fault(run)
 
 
@@ -70,7 +69,6 @@ def _first_fault(run: Run) -> Fault:
     def first_bad(values: Iterable[Value], distance: float = _FAR) -> Value | None:
         return next((x for x in values if _is_bad(x, run, distance)), None)
 
-    leaves = [x.counts for x in run.gradients if not x.is_finite]
     cause, found = "forward", first_bad(run.forward)
     if found is None and run.is_loss_off:
         # If no value is even somewhat off, the loss function itself is at fault.
@@ -78,14 +76,14 @@ def _first_fault(run: Run) -> Fault:
     elif found is None:
         cause, found = "gradients", first_bad(run.backward)
     if found is None:
-        return Fault(cause, leaves=leaves)
+        return Fault(cause)
     what = f"contains {found}"
     if found.is_finite:
         what = f"differs from float32 by {min(relative_distance([found]), 9.99):.0%}"
     if run.reference and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
     layer = found.path if found.side in ("output", "input gradient") else found.caller
-    return Fault(cause, layer, f"{_describe(found)} {what}.", leaves)
+    return Fault(cause, layer, f"{_describe(found)} {what}.")
 
 
 def _is_bad(value: Value, run: Run, distance: float) -> bool:

@@ -16,15 +16,7 @@ from .calls import is_inside, owner_of
 from .faults import find_fault
 from .progress import Progress
 from .report import FIRST_SCALE, Float32Search, Row
-from .trial import (
-    FARTHEST,
-    GRADIENT_TOLERANCE,
-    Call,
-    Run,
-    Trial,
-    Value,
-    relative_distance,
-)
+from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
 # Loss scales, tried in this order until the gradients are finite.
@@ -61,12 +53,12 @@ def find_float32_layers(
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
             given.
-        loss_fn (Callable): As for ``nn.value_and_grad``, not wrapped by ``scale_loss``.
+        loss_fn (Callable): Same as in ``nn.value_and_grad``, not from ``scale_loss``.
         batches (Iterable): The arguments of ``loss_fn`` for each batch, as a tuple or
             list, a dict of keyword arguments, or a single argument. A few typical
             batches suffice.
-        compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
-        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``GradScaler.value_and_grad``.
+        cast_inputs (bool): Same as in ``GradScaler.value_and_grad``.
         margin (float): The factor by which values may grow during training before they
             overflow. Default: ``2.0``.
         tolerance (float): The allowed relative difference between the loss and the
@@ -195,14 +187,14 @@ class _Search:
         fault = find_fault(trial, reference)
         if fault is None:
             return reference
-        why = [f"{trial.name} gives non-finite values even in float32.", fault.text]
+        why = f"{trial.name} gives non-finite values even in float32. {fault.text}"
         if fault.cause not in ("batch", "parameters"):
-            why += [
-                f"The loss is {reference.loss}. Look for values that grow too large, a "
-                "logarithm or square root of zero, a division by zero, or a cast to "
+            why += (
+                f" The loss is {reference.loss}. Look for values that grow too large, "
+                "a logarithm or square root of zero, a division by zero, or a cast to "
                 "half precision."
-            ]
-        raise NoFixFound(" ".join(filter(None, why)))
+            )
+        raise NoFixFound(why)
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
@@ -284,14 +276,11 @@ class _Search:
                 )
             if fault.cause == "gradients" and not fault.text:
                 distance = relative_distance(half.gradients)
-                text = (
+                raise NoFixFound(
                     "Nothing overflows, but rounding changes the gradients by "
-                    f"{distance:.0%} compared with float32."
+                    f"{distance:.0%} compared with float32. Train in float32, or raise "
+                    "the tolerance of find_float32_layers."
                 )
-                if distance < FARTHEST:
-                    accepted = min(1.5 * distance, FARTHEST) / GRADIENT_TOLERANCE
-                    text += f" To accept this, set the tolerance to {accepted:.2g}."
-                raise NoFixFound(text)
             instead = f"{half.loss:.4g} instead of {half.expected_loss:.4g}"
             why = fault.text or f"The loss is {instead}."
             entry = self._entry_for(trial, half, fault.layer)

@@ -19,14 +19,14 @@ from ..core.trees import flatten, leaves
 from ..files.text import dtype_name
 from ..nonfinite import NonFinite
 from .calls import Handler, handled, ordered_modules, owner_of, preserved
-from .layers import float32_layers
+from .layers import first_half, float32_layers, is_inside_layer
 
 # 64 sums with random signs give the distance between two arrays to within about 20
 # percent, without storing the arrays.
 _SUMS = 64
 # Rounding in both passes affects gradients, so they may differ more than the loss, but
 # never by as much as gradients that are all zero, whose relative distance is 1.
-GRADIENT_TOLERANCE, FARTHEST = 10, 0.9
+_GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
 
 
 class Value:
@@ -113,9 +113,16 @@ def measure(x: mx.array, scale: float) -> mx.array:
 
 @dataclass(eq=False)
 class Call:
-    """One call to a layer, or to the loss function if ``path`` is None."""
+    """One call to a layer, or to the loss function if ``path`` is None.
+
+    Attributes:
+        parameters (Dtype or None): The dtype of the layer's own half-precision arrays.
+        is_float32 (bool): Whether this is a float32 layer, or inside one.
+    """
 
     path: str | None
+    parameters: mx.Dtype | None = None
+    is_float32: bool = False
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     children: list["Call"] = field(default_factory=list)
@@ -180,7 +187,7 @@ class Run:
         """Whether loss and gradients are finite and close to the reference run."""
         if self.is_loss_off or not self.has_finite_gradients:
             return False
-        allowed = min(GRADIENT_TOLERANCE * self._tolerance, FARTHEST)
+        allowed = min(_GRADIENT_TOLERANCE * self._tolerance, _FARTHEST)
         return relative_distance(self.gradients) <= allowed
 
     def read(self, loss: mx.array, gradients: Any) -> None:
@@ -206,8 +213,10 @@ class Run:
     def make_handler(self, path: str) -> Handler:
         """Return the handler that measures the inputs and outputs of one layer."""
 
-        def handle(_: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            call, caller = Call(path), self._running[-1].path
+        def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            is_float32 = is_inside_layer.get() or module.computes_in_float32
+            call = Call(path, first_half(module.values()), is_float32)
+            caller = self._running[-1].path
             if not self.is_forward_done:
                 self._running[-1].children.append(call)
             elif caller is None and path:
@@ -279,10 +288,16 @@ class Trial:
         tree = {f"args[{i}]": x for i, x in enumerate(self.args)} | self.kwargs
         return dict(tree_flatten(tree, is_leaf=is_opaque))
 
-    def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
+    def run(
+        self,
+        where: Sequence[str] | None = None,
+        scale: float = 1.0,
+        evaluate: bool = True,
+    ) -> Run:
         """Measure a forward and backward pass of the batch, without changing the model.
 
         ``where`` replaces the model's float32 layers for this run; None keeps them.
+        With ``evaluate=False``, only the calls and their dtypes are known.
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
@@ -296,7 +311,9 @@ class Trial:
         with handled(self.model, result.make_handler):
             if where is not None:
                 float32_layers(self.model, where)
-            result.read(*replace(self, loss_fn=loss_fn).differentiate(scale))
+            loss, gradients = replace(self, loss_fn=loss_fn).differentiate(scale)
+            if evaluate:
+                result.read(loss, gradients)
         return result
 
     def run_in_float32(self) -> Run:

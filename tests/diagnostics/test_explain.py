@@ -5,8 +5,8 @@ import mlx.nn as nn
 import pytest
 from support.helpers import NAN, model_state
 
-from mlx_gradscale import GradScaler, float32_layers, nonfinite
-from mlx_gradscale.diagnostics import OverflowReport, explain_overflow
+from mlx_gradscale import GradScaler, float32_layers
+from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
 
@@ -118,9 +118,6 @@ def test_report_names_first_overflow(gains, x, loss_fn, scale, cause, layer, tex
     first = "The loss is finite (" if report.loss_is_finite else "The loss itself is"
     assert str(report).startswith(first)
     assert ("cannot help" in str(report)) == (cause in ("forward", "loss"))
-    if layer == "blocks.1.fc1":
-        leaves = [leaf.path for leaf in report.leaves]
-        assert leaves == ["blocks.0.fc1.weight", "blocks.0.fc2.weight"]
 
 
 def test_report_of_values_that_overflow_in_float32_too_does_not_advise_float32():
@@ -148,13 +145,12 @@ def test_explain_overflow_names_nan_in_the_batch_or_in_a_parameter():
     model = Net()
     report = explain(model, x)
     assert (report.cause, report.layer) == ("batch", None)
-    assert report.leaves[0].nan == 1
-    assert "args[1]" in str(report)
+    assert "The batch contains NaN or inf in args[1]." in str(report)
     report = explain_overflow(model, mean_square, model, x=x)
-    assert [leaf.path for leaf in report.leaves] == ["x"]
+    assert "NaN or inf in x." in str(report)
     report = explain(Net(fc1=NAN))
     assert (report.cause, report.layer) == ("parameters", "blocks.1.fc1")
-    assert [leaf.path for leaf in report.leaves] == ["blocks.1.fc1.weight"]
+    assert "NaN or inf in blocks.1.fc1.weight." in str(report)
 
 
 @pytest.mark.parametrize("value", [250000.0, -250000.0])
@@ -173,7 +169,6 @@ def test_explain_overflow_names_an_argument_that_overflows_in_the_cast(value):
     report = explained()
     assert (report.cause, report.layer) == ("arguments", None)
     assert not report.scaling_helps
-    assert [leaf.path for leaf in report.leaves] == ["args[1].targets.0"]
     text = str(report)
     assert "exceeds the float16 maximum of 65504 in args[1].targets.0." in text
     assert "value_and_grad(..., cast_inputs=False)" in text
@@ -243,15 +238,6 @@ def test_overflow_of_either_sign_in_a_frozen_layer_is_not_mistaken_for_a_mask(si
     report = explain(model, x, compute_dtype=None)
     assert (report.cause, report.layer) == ("forward", "layers.0")
     assert report.fix == ["layers.0 to layers.1"]
-
-
-def test_overflow_report_lists_the_first_twenty_leaves():
-    leaves = nonfinite([mx.array([NAN, 1.0, -float("inf")]) for _ in range(30)])
-    report = OverflowReport("gradients", None, "", 1.0, 1.0, leaves)
-    *_, header, first = str(report).splitlines()[:-20]
-    assert header.split() == ["name", "dtype", "nan", "+inf", "-inf", "of"]
-    assert first.split() == ["0", "float32", "1", "0", "1", "3"]
-    assert str(report).endswith("\n... and 10 more")
 
 
 def test_explain_overflow_accepts_auxiliary_outputs_and_keywords():
