@@ -1,6 +1,5 @@
 """Find the first layer with a non-finite value in the forward or backward pass."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.gradients import refuse_scaled
 from ..core.scaler import GradScaler
 from ..files.text import power
 from ..float32_layers.faults import find_fault
@@ -25,9 +25,6 @@ _ADVICE = {
     "nothing": "The gradients are finite too. If training skipped this batch, pass the "
     "compute_dtype= that training uses, and the scale= of that step.",
     "batch": "No loss scale can fix this.",
-    "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
-    "loss scale can fix. Normalize them, or call value_and_grad(..., "
-    "cast_inputs=False) and cast the model's inputs in the loss function.",
     "parameters": "No loss scale can fix this.",
     "forward": "Loss scaling affects only gradients and cannot help. If the value "
     "overflowed, compute the layers that produce and read it in float32, make their "
@@ -50,15 +47,14 @@ class OverflowReport:
     """The result of :func:`explain_overflow`; print it for a summary.
 
     Attributes:
-        cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",
-            "gradients" or "derivative".
+        cause (str): "nothing", "batch", "parameters", "forward", "loss", "gradients" or
+            "derivative".
         layer (str or None): The path of the layer that computed or owns the first bad
             value. "" is the model, and None the loss function or no layer.
         where (str): The first bad value and its location, in words. A value is bad if
             it is non-finite or, if that explains nothing, far from float32.
         loss (float): The loss.
-        scale (float or None): The loss scale passed to :func:`explain_overflow`, or
-            1.0. None for a function that ``scale_loss`` returned.
+        scale (float): The loss scale passed to :func:`explain_overflow`, or 1.0.
         search (Float32Search): The search for float32 layers on this batch.
     """
 
@@ -66,18 +62,8 @@ class OverflowReport:
     layer: str | None
     where: str
     loss: float
-    scale: float | None
+    scale: float
     search: Float32Search = field(default_factory=lambda: Float32Search([]))
-
-    @property
-    def loss_is_finite(self) -> bool:
-        """Whether the loss itself is finite."""
-        return math.isfinite(self.loss)
-
-    @property
-    def scaling_helps(self) -> bool:
-        """Whether the gradients match float32 at a smaller loss scale, as verified."""
-        return self.cause == "gradients"
 
     @property
     def fix(self) -> list[str] | None:
@@ -91,7 +77,7 @@ class OverflowReport:
         if self.fix is not None:
             where = self.fix[0] if len(self.fix) == 1 else self.fix
             lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
-        if self.scaling_helps or (self.fix and self.search.scale < FIRST_SCALE):
+        if self.cause == "gradients" or (self.fix and self.search.scale < FIRST_SCALE):
             lines.append(f"    {self.search.calibration}")
         if not lines:
             return ""
@@ -100,11 +86,11 @@ class OverflowReport:
         return "\n".join(filter(None, [self.search.caution, *lines]))
 
     def __str__(self) -> str:
-        scale = "" if self.scale is None else f" at a loss scale of {power(self.scale)}"
-        if self.loss_is_finite:
-            first = f"The loss is finite ({self.loss:.6g}){scale}."
+        scale = f"at a loss scale of {power(self.scale)}"
+        if math.isfinite(self.loss):
+            first = f"The loss is finite ({self.loss:.6g}) {scale}."
         else:
-            first = f"The loss itself is {self.loss}{scale}, so the step is skipped."
+            first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
         advice = _ADVICE[self.cause].format(scale=power(self.search.scale))
         if self.search.problem:
             advice = "Neither loss scaling nor float32 layers help. "
@@ -132,13 +118,12 @@ def explain_overflow(
 
     Args:
         model (nn.Module): The model.
-        loss_fn (Callable): Returns the loss, or a tuple that starts with the loss.
+        loss_fn (Callable): Same as in ``nn.value_and_grad``, not from ``scale_loss``.
         *batch (Any): The arguments of ``loss_fn``. For mlx-lm's losses, the model is
             the first argument.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale. A scaler lowers
             its scale after an overflow, so pass the scale of the skipped step as a
-            number. Omit the scale if ``loss_fn`` was returned by ``scale_loss``.
-            Default: ``1.0``.
+            number. Default: ``1.0``.
         compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
         keep (Callable, optional): Same as in ``value_and_grad``.
         cast_inputs (bool): Same as in ``value_and_grad``.
@@ -159,24 +144,15 @@ def explain_overflow(
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
+    refuse_scaled(loss_fn)
     number = 1.0 if scale is None else scale_of(scale)
-    is_scaled = hasattr(loss_fn, "has_scaled_gradient")
-    if scale is not None and is_scaled:
-        raise TypeError(
-            "This loss function was returned by scale_loss() and has its own scale. "
-            "Omit scale=, or pass the original function."
-        )
     trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
     result = trial.run(scale=number)
     fault = find_fault(trial, result)
-    rest = result.loss, None if is_scaled else number
-    if fault is not None and fault.cause in ("batch", "arguments", "parameters"):
+    rest = result.loss, number
+    if fault is not None and fault.cause in ("batch", "parameters"):
         return OverflowReport(fault.cause, fault.layer, fault.text, *rest)
     # The loss may be finite, but wrong because of an overflow inside a layer.
-    original = inspect.unwrap(
-        loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
-    )
-    trial = replace(trial, loss_fn=original)
     trial = replace(trial, reference=trial.run_in_float32(), tolerance=_TOLERANCE)
     run = trial.run(scale=number)
     if fault is None and run.matches_reference:

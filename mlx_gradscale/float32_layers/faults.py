@@ -4,13 +4,12 @@ For ``explain_overflow``, non-finite values are bad. The search for float32 laye
 compares each value with a float32 run, and treats values that differ too much as bad.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..files.text import dtype_name, list_some, power
+from ..files.text import list_some, power
 from ..nonfinite import nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
@@ -47,19 +46,10 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
         names = list_some(leaf.path for leaf in leaves)
         text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
         return Fault("batch", None, text)
-    dtype = trial.compute_dtype if trial.cast_inputs else None
-    if dtype is not None and not math.isfinite(run.loss):
-        leaves = nonfinite(_cast(arguments, dtype))
-        if leaves:
-            names = list_some(leaf.path for leaf in leaves)
-            limit = f"{dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
-            text = f"The batch exceeds the {limit} in {names}."
-            return Fault("arguments", None, text)
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        advice = "Restore an earlier checkpoint."
-        text = f"The parameters contain NaN or inf in {names}. {advice}"
+        text = f"The parameters contain NaN or inf in {names}. Restore a checkpoint."
         paths = [path for path, _ in ordered_modules(trial.model)]
         return Fault("parameters", owner_of(paths, leaves[0].path), text)
     return _first_fault(run)
@@ -114,13 +104,3 @@ def _describe(value: Value) -> str:
 
 def _name(path: str | None) -> str:
     return "the loss function" if path is None else path or "the model"
-
-
-def _cast(arguments: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Return the floating-point arguments, except additive masks, cast to ``dtype``."""
-    floating = {
-        p: x for p, x in arguments.items() if mx.issubdtype(x.dtype, mx.floating)
-    }
-    # An additive mask is 0 and, at masked positions, negative, such as -1e9.
-    masks = {p for p, x in floating.items() if not x.size or mx.max(x).item() == 0}
-    return {p: x.astype(dtype) for p, x in floating.items() if p not in masks}

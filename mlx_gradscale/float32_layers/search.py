@@ -127,10 +127,8 @@ def search(
         for trial in trials:
             state.references.append(state.run_in_float32(trial))
             state.cover(state.references[-1].loss_call)
-        compared = [
-            replace(trial, reference=reference, tolerance=tolerance)
-            for trial, reference in zip(trials, state.references, strict=True)
-        ]
+        pairs = zip(trials, state.references, strict=True)
+        compared = [replace(t, reference=r, tolerance=tolerance) for t, r in pairs]
         tried = None
         while tried != list(state.reasons):
             tried = list(state.reasons)
@@ -269,11 +267,6 @@ class _Search:
                 return half
             fault = find_fault(trial, half)
             assert fault is not None, "a run with a reference has a fault"
-            if fault.cause == "arguments":
-                raise NoFixFound(
-                    f"{fault.text} Normalize the argument, or pass cast_inputs=False "
-                    "to find_float32_layers and value_and_grad."
-                )
             if fault.cause == "gradients" and not fault.text:
                 distance = relative_distance(half.gradients)
                 raise NoFixFound(
@@ -288,7 +281,9 @@ class _Search:
                 raise NoFixFound(
                     "Even computing the whole model in float32 is not enough. "
                     f"{why} Look for a cast to half precision or a division by zero in "
-                    "the model and in the loss function."
+                    "the model and in the loss function. If an argument is too large "
+                    "for compute_dtype, normalize it, or call value_and_grad(..., "
+                    "cast_inputs=False)."
                 )
             self.reasons[entry] = why
 

@@ -136,10 +136,13 @@ class Run:
             same in every run.
         loss_call (Call): The call to the loss function, which contains all other calls.
         reference (Run or None): The float32 run to compare with, if any.
+        forward (list): The inputs and outputs of all layers.
+        backward (list): Their gradients, then those of the parameters.
+        gradients (list): The gradients of the parameters.
+        expected_loss (float): The loss of the reference or, without one, of this run.
     """
 
     def __init__(self, trial: "Trial", scale: float):
-        self.loss = math.nan
         self.scale = scale
         self.reference = trial.reference
         self.values: dict[tuple[str, str, int], Value] = {}
@@ -149,31 +152,6 @@ class Run:
         self._paths = [path for path, _ in ordered_modules(trial.model)]
         self._running = [self.loss_call]
         self._seen: Counter[tuple[str, str]] = Counter()
-
-    @property
-    def forward(self) -> list[Value]:
-        """The inputs and outputs of all layers."""
-        return [x for x in self.values.values() if not x.is_gradient]
-
-    @property
-    def backward(self) -> list[Value]:
-        """The gradients of the layers' inputs and outputs, then of the parameters."""
-        return [x for x in self.values.values() if x.is_gradient]
-
-    @property
-    def gradients(self) -> list[Value]:
-        """The gradients of the parameters."""
-        return [x for x in self.backward if x.side.startswith("parameter")]
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """Whether the gradients of all parameters are finite."""
-        return all(value.is_finite for value in self.gradients)
-
-    @property
-    def expected_loss(self) -> float:
-        """The loss of the reference run; without one, the loss of this run."""
-        return self.reference.loss if self.reference else self.loss
 
     @property
     def is_loss_off(self) -> bool:
@@ -201,7 +179,12 @@ class Run:
         rows = np.array(mx.stack([value.measured for value in self.values.values()]))
         for value, row in zip(self.values.values(), rows, strict=True):
             value.read(row)
+        self.forward = [x for x in self.values.values() if not x.is_gradient]
+        self.backward = [x for x in self.values.values() if x.is_gradient]
+        self.gradients = [x for x in self.backward if x.side.startswith("parameter")]
+        self.has_finite_gradients = all(x.is_finite for x in self.gradients)
         self.loss = float(loss)
+        self.expected_loss = self.reference.loss if self.reference else self.loss
 
     def _add(self, value: Value) -> None:
         place = value.path, value.side

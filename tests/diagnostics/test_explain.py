@@ -1,5 +1,7 @@
 """explain_overflow names the layer, and leaves everything unchanged."""
 
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -114,8 +116,7 @@ def test_report_names_first_overflow(gains, x, loss_fn, scale, cause, layer, tex
     report = explain(Net(**gains), x, loss_fn, scale=scale)
     assert (report.cause, report.layer) == (cause, layer)
     assert text in str(report)
-    assert report.scaling_helps == (cause == "gradients")
-    first = "The loss is finite (" if report.loss_is_finite else "The loss itself is"
+    first = "The loss is finite (" if math.isfinite(report.loss) else "The loss itself"
     assert str(report).startswith(first)
     assert ("cannot help" in str(report)) == (cause in ("forward", "loss"))
 
@@ -153,46 +154,40 @@ def test_explain_overflow_names_nan_in_the_batch_or_in_a_parameter():
     assert "NaN or inf in blocks.1.fc1.weight." in str(report)
 
 
-@pytest.mark.parametrize("value", [250000.0, -250000.0])
-def test_explain_overflow_names_an_argument_that_overflows_in_the_cast(value):
+def test_explain_overflow_advises_against_casting_an_argument_that_does_not_fit():
     model = Net()
 
-    def loss_fn(x, batch, weight=None):
-        distance = model(x).astype(mx.float32) - batch["targets"][0]
-        return (distance.square() * weight).mean()
+    def loss_fn(x, weight=None):
+        return (model(x * 1e-3).astype(mx.float32).square() * weight).mean()
 
     def explained(**options):
-        batch = mx.ones((4, 8)), {"targets": [mx.full((4, 8), value)]}
-        options |= {"scale": 2.0**-6, "weight": mx.ones(()), "compute_dtype": HALF}
-        return explain_overflow(model, loss_fn, *batch, **options)
+        x, weight = mx.full((4, 8), 250000.0), mx.ones(())
+        options |= {"weight": weight, "compute_dtype": HALF}
+        return explain_overflow(model, loss_fn, x, **options)
 
     report = explained()
-    assert (report.cause, report.layer) == ("arguments", None)
-    assert not report.scaling_helps
-    text = str(report)
-    assert "exceeds the float16 maximum of 65504 in args[1].targets.0." in text
-    assert "value_and_grad(..., cast_inputs=False)" in text
+    assert (report.cause, report.layer, report.fix) == ("forward", None, None)
+    assert "value_and_grad(..., cast_inputs=False)" in str(report)
     assert explained(cast_inputs=False).cause == "nothing"
 
 
-def test_mask_that_overflows_in_the_cast_is_reported_only_if_it_is_the_cause():
+def test_mask_that_becomes_infinite_in_the_cast_is_not_an_overflow():
     model = Net()
 
     def loss_fn(x, mask):
         weights = mx.softmax(mask.astype(mx.float32))
         return (weights * model(x).astype(mx.float32).square()).mean()
 
-    def explained(n_masked, x=1e-4):
-        batch = mx.full((4, 8), x), mx.array([0.0] * (8 - n_masked) + [-1e9] * n_masked)
+    def explained(x=1e-4):
+        batch = mx.full((4, 8), x), mx.array([0.0] * 4 + [-1e9] * 4)
         options = {"scale": 2.0**14, "compute_dtype": HALF}
         report = explain_overflow(model, loss_fn, *batch, **options)
         return report.cause, report.layer
 
-    assert explained(4) == ("nothing", None)
-    assert explained(8) == ("arguments", None)
+    assert explained() == ("nothing", None)
     model.blocks[1].fc1.weight = mx.eye(8) * 1e4
-    assert explained(4) == ("gradients", "blocks.1.fc1")
-    assert explained(4, x=10.0) == ("forward", "blocks.1.fc1")
+    assert explained() == ("gradients", "blocks.1.fc1")
+    assert explained(x=10.0) == ("forward", "blocks.1.fc1")
 
 
 class Masked(nn.Module):
@@ -294,13 +289,6 @@ def test_explain_overflow_restores_the_model_after_an_error(dtype):
     assert model_state(model) == before
 
 
-def test_explain_overflow_uses_the_scale_of_a_scale_loss_function():
-    model, scaler = Net(), GradScaler(init_scale=2.0**30)
-    scaled = scaler.scale_loss(mean_square)
-    assert explain(model, loss_fn=scaled).cause == "gradients"
-    scaler.update(2.0)
-    report = explain(model, loss_fn=scaled)
-    assert (report.cause, report.scale) == ("nothing", None)
-    assert str(report).startswith("The loss is finite (1).\nThe loss and the gradients")
-    with pytest.raises(TypeError, match="has its own scale"):
-        explain(model, loss_fn=scaled, scale=scaler)
+def test_explain_overflow_refuses_a_scale_loss_function():
+    with pytest.raises(TypeError, match="Pass the original function"):
+        explain(Net(), loss_fn=GradScaler().scale_loss(mean_square))
