@@ -13,7 +13,7 @@ from ..core.scaler import GradScaler
 from ..files.text import power
 from ..float32_layers.faults import find_fault
 from ..float32_layers.progress import Progress
-from ..float32_layers.report import FIRST_SCALE, Float32Search
+from ..float32_layers.report import Float32Search
 from ..float32_layers.search import calibration_line, run_scaled, search
 from ..float32_layers.trial import Trial
 from .reading import scale_of
@@ -35,7 +35,7 @@ _ADVICE = {
     "zero.",
     "gradients": "Only the gradients overflow. A smaller loss scale fixes this: at "
     "{scale}, they are finite and match float32. A dynamic scaler finds such a scale "
-    "by itself, but skips a step each time it halves the scale.",
+    "by itself.",
     "derivative": "No loss scale gives gradients that are finite and match float32. "
     "The derivatives of sqrt and of a norm, for example, are inf or NaN at zero, which "
     "an epsilon fixes.",
@@ -73,17 +73,7 @@ class OverflowReport:
     @property
     def line(self) -> str:
         """The code that fixes the overflow, and where to add it; "" if none."""
-        lines = []
-        if self.fix is not None:
-            where = self.fix[0] if len(self.fix) == 1 else self.fix
-            lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
-        if self.cause == "gradients" or (self.fix and self.search.scale < FIRST_SCALE):
-            lines.append(f"    {self.search.calibration}")
-        if not lines:
-            return ""
-        add = f"Add {'these lines' if lines[1:] else 'this line'} before the first step"
-        lines.insert(0, f"{add}, and before the step is compiled:")
-        return "\n".join(filter(None, [self.search.caution, *lines]))
+        return "" if self.cause == "nothing" else self.search.line
 
     def __str__(self) -> str:
         scale = f"at a loss scale of {power(self.scale)}"

@@ -80,22 +80,35 @@ class Float32Search:
     calibration: str = ""
 
     @property
-    def is_whole_model(self) -> bool:
-        """Whether the whole model must compute in float32."""
-        return any(not entry.partition(TO)[0] for entry in self.where)
-
-    @property
-    def caution(self) -> str:
-        """What to do instead if most parameters need float32; "" for other models."""
-        if self.is_whole_model:
-            return _WHOLE_MODEL
-        if self.float16_parameters >= 0.5:
+    def line(self) -> str:
+        """The code that fixes the overflow, and its cost; "" if none is needed."""
+        lines, cost = [], []
+        if self.where:
+            where = self.where[0] if len(self.where) == 1 else self.where
+            lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
+            cost.append(self._cost())
+        if self.scale < FIRST_SCALE:
+            lines.append(f"    {self.calibration}")
+            cost.append(
+                "The gradients overflow at a loss scale of 65536. Without calibrate(), "
+                "a run that starts there skips its first steps."
+            )
+        if self.problem or not lines:
             return ""
+        add = f"Add {'these lines' if lines[1:] else 'this line'} before the first step"
+        return "\n".join([*cost, f"{add}, and before it is compiled:", *lines])
+
+    def _cost(self) -> str:
+        if any(not entry.partition(TO)[0] for entry in self.where):
+            return _WHOLE_MODEL
+        share = f"{percent(self.float16_parameters)} of the parameters"
+        if self.float16_parameters >= 0.5:
+            return f"{share} still compute in half precision."
         is_float16 = not self.rows or self.rows[0].maximum == Row.maximum
         wide = "bfloat16, which has the same range as float32, or in " * is_float16
         return (
-            f"Only {percent(self.float16_parameters)} of the parameters could compute "
-            f"in half precision, which saves little. Train in {wide}float32 instead."
+            f"Only {share} could compute in half precision, which saves little. Train "
+            f"in {wide}float32 instead."
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -111,26 +124,14 @@ class Float32Search:
     def __str__(self) -> str:
         if self.problem:
             return f"Computing layers in float32 does not help. {self.problem}"
-        if not self.where:
-            lines = ["Every layer can compute in half precision."]
-        elif self.is_whole_model:
-            lines = [self.caution, *self.reasons.values()]
-        else:
-            share = percent(self.float16_parameters)
-            lines = [
-                "These layers must compute in float32:",
-                *(f"  {entry}: {why}" for entry, why in self.reasons.items()),
-                self.caution
-                or f"{share} of the parameters belong to half-precision layers.",
-            ]
+        lines = ["Every layer can compute in half precision."]
+        if self.where:
+            lines = ["These layers must compute in float32:"]
+        for entry, why in self.reasons.items():
+            model = "" if entry.partition(TO)[0] else "(model)"
+            lines.append(f"  {model}{entry}: {why}")
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
-        lines.append(f"Loss {', '.join(losses)}.")
-        if self.calibration and self.scale < FIRST_SCALE:
-            lines += [
-                "The gradients overflow at a loss scale of 65536, so a run that starts "
-                "there skips its first steps. To skip none, call before training:",
-                f"    {self.calibration}",
-            ]
+        lines += [f"Loss {', '.join(losses)}.", *filter(None, [self.line])]
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]
         rows: list[tuple[str, ...]] = [("layer", "largest", "headroom", "dtype")]
         for row in least:

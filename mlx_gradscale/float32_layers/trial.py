@@ -18,7 +18,14 @@ from ..core.scaler import GradScaler
 from ..core.trees import flatten, leaves
 from ..files.text import dtype_name
 from ..nonfinite import NonFinite
-from .calls import Handler, handled, ordered_modules, owner_of, preserved
+from .calls import (
+    Handler,
+    get_handlers,
+    ordered_modules,
+    owner_of,
+    preserved,
+    set_handlers,
+)
 from .layers import first_half, float32_layers, is_inside_layer
 
 # 64 sums with random signs give the distance between two arrays to within about 20
@@ -291,7 +298,11 @@ class Trial:
             result.is_forward_done = True
             return outputs
 
-        with handled(self.model, result.make_handler):
+        # A module with several paths gets one handler, for its first path.
+        paths = {id(m): (path, m) for path, m in reversed(ordered_modules(self.model))}
+        with preserved(self.model):
+            for path, module in paths.values():
+                set_handlers(module, (*get_handlers(module), result.make_handler(path)))
             if where is not None:
                 float32_layers(self.model, where)
             loss, gradients = replace(self, loss_fn=loss_fn).differentiate(scale)

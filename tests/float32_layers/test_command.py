@@ -44,7 +44,8 @@ def test_float16_command_writes_layers_that_fix_the_model(run, tmp_path, capsys,
     output = tmp_path / "layers.json"
     code, model = run(FACTORS, "-o", str(output), "--fine-tune-type", kind)
     assert code == 0
-    assert f'float32_layers(model, "{output}")' in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"--fine-tune-type {kind} --float32-layers {output}\n" in printed.out
     assert {path.name for path in tmp_path.iterdir()} == {"layers.json", "layers.png"}
     assert json.loads(output.read_text())["layers"] == [MLP]
     model.set_dtype(mx.float16)
@@ -90,3 +91,14 @@ def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys):
     assert run(factors, "-o", str(tmp_path / "layers.json"))[0] == 1
     assert "contain NaN or inf in model.norm.weight" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_float16_command_shows_every_run_and_its_batch(run, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        run(FACTORS, "-o", str(tmp_path / "layers.json"), "--fine-tune-type", "full")
+    where = [f"{i} of 2 in float32" for i in (1, 2)]
+    layers = f"with {MLP} in float32"
+    for i in (1, 2):
+        where += [f"{i} of 2 in half precision at 2^{p}, {layers}" for p in (16, 8, 0)]
+    runs = [f"run {i}: Batch {text}" for i, text in enumerate(where, start=1)]
+    assert caplog.messages[-8:] == [f"Search for float32 layers, {x}" for x in runs]
