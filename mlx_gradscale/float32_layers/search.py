@@ -100,28 +100,24 @@ def find_float32_layers(
             "batches must be a list with the arguments of loss_fn for each batch, got "
             f"{type(batches).__name__}. Put a single batch in a list."
         )
-    trial = Trial(model, loss_fn, (), {}, compute_dtype, cast_inputs)
-    trials = [_with_batch(trial, batch) for batch in batches]
-    if not trials:
+    batches = list(batches)
+    if not batches:
         raise ValueError("batches is empty. Pass at least one batch.")
+    trials = []
+    for i, batch in enumerate(batches, start=1):
+        # Not isinstance, because a model is also a dict.
+        named = batch if type(batch) is dict else {}
+        args = () if named is batch else batch
+        args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        trial = Trial(model, loss_fn, args, named, compute_dtype, cast_inputs)
+        trials.append(replace(trial, name=f"Batch {i} of {len(batches)}"))
     return search(trials, tolerance, margin)
-
-
-def _with_batch(trial: Trial, batch: Any) -> Trial:
-    # Not isinstance, because a model is also a dict.
-    if type(batch) is dict:
-        return replace(trial, kwargs=batch)
-    is_one = not isinstance(batch, (tuple, list))
-    return replace(trial, args=(batch,) if is_one else tuple(batch))
 
 
 def search(
     trials: Sequence[Trial], tolerance: float, margin: float = 1.0
 ) -> Float32Search:
     """Run the search of :func:`find_float32_layers` on one trial per batch."""
-    if len(trials) > 1:
-        names = (f"Batch {i} of {len(trials)}" for i in range(1, len(trials) + 1))
-        trials = [replace(t, name=n) for t, n in zip(trials, names, strict=True)]
     state, problem = _Search(trials[0], margin), ""
     try:
         for trial in trials:
@@ -232,6 +228,12 @@ class _Search:
 
     def _chain_for(self, call: Call, first: int) -> str:
         """Return the layer or shortest chain that covers the large values of a call."""
+        # Example: a model calls embed, blocks.0, blocks.1, norm and head in this order.
+        # If blocks.1 returns 1e5, norm reads it: "blocks.1 to norm". If the model's own
+        # code multiplies the output of embed by 1e6, blocks.0 is the first to read it,
+        # so the chain starts one call earlier: "embed to norm". If head returns 1e5:
+        # "head to the loss". If blocks.0 itself computes 1e5 between its own layers,
+        # the call is that of blocks.0, and the entry "blocks.0".
         children = call.children
         if self._is_large(children[first].inputs):
             # The caller's own code computed the value, between calls of its children.
@@ -289,6 +291,10 @@ class _Search:
 
     def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
         """Return the next layer or chain to compute in float32, or None."""
+        # Example: the output of blocks.0.norm is wrong: "blocks.0.norm". If it is still
+        # wrong in float32, the cause is around it: "blocks.0", then "" (the model). If
+        # the loss function is at fault (path is None), try "head to the loss" and
+        # earlier layers, until the loss is right.
         if path is not None:
             inside = self._paths(self.reasons)
             called = {"", *(value.path for value in half.forward)}

@@ -47,7 +47,10 @@ def test_calibrate_does_not_change_the_model_or_the_random_state():
     scaler.scale(mx.array(1.0))
 
 
-def test_calibrate_prints_its_runs_to_stderr_only_if_it_takes_long(monkeypatch, capsys):
+def test_calibrate_prints_its_runs_to_stderr_only_if_it_takes_long(
+    monkeypatch, capsys, caplog
+):
+    caplog.set_level("WARNING", "mlx_gradscale")
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     # By its name in sys.modules: the package has a function float32_layers.
     progress = sys.modules["mlx_gradscale.float32_layers.progress"]
