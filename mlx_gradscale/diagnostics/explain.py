@@ -155,7 +155,7 @@ def explain_overflow(
         found = search([trial], _TOLERANCE)
     source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
     found = replace(found, calibration=calibration_line(trial, source))
-    if found.where and (fault is None or fault.cause == "gradients"):
+    if found.where:
         fault = find_fault(trial, run)
     if fault is None:
         text = f"Small gradients underflow. They match float32 at {power(found.scale)}."

@@ -36,23 +36,28 @@ def train(model, loss_fn, optimizer, steps=20):
     return sum(losses[-5:]) / 5
 
 
-NORMS = [f"blocks.{i}.norms.{j}" for i in (0, 1) for j in (0, 1)]
+LAST, BLOCK = ["layers.2 to the loss"], "blocks.1"
 # The cause, the layer and the fix that the report gives at a scale of 65536.
 ADVICE = {
-    "residual": ("forward", "", ["embed to norm"]),
-    "large_weights": ("forward", "blocks.1.up", ["blocks.1.up to blocks.1.down"]),
-    "large_constant": ("forward", "blocks.1", ["blocks.1"]),
-    "own_norm": ("forward", NORMS[0], [*NORMS, "norm"]),
-    "norm_by_sum": ("forward", NORMS[0], [*NORMS, "norm"]),
-    "mask": ("nothing", None, None),
-    "attention_scores": ("forward", "blocks.0", ["blocks.0"]),
-    "batch_norm": ("forward", "layers.1", ["layers.1"]),
+    "residual": ("forward", f"{BLOCK}.norms.3", ["blocks.1 to norm"]),
+    "mlp": ("forward", f"{BLOCK}.mlp", ["blocks.1.mlp"]),
+    "attention": ("forward", f"{BLOCK}.attention", ["blocks.1.attention"]),
+    "loss": ("loss", None, ["head to the loss"]),
+    "norm": ("forward", f"{BLOCK}.norms.0",
+        ["blocks.1.norms.0", "blocks.1.norms.2", "norm"]),
+    "stream": ("forward", "blocks.0.norms.3", ["blocks.0 to norm"]),
+    "large weights": ("forward", f"{BLOCK}.mlp.up",
+        ["blocks.1.mlp.up to blocks.1.mlp.down"]),
+    "norm by sum": ("forward", "blocks.0.norms.0",
+        [*(f"blocks.{i}.norms.{j}" for i in (0, 1) for j in (0, 2)), "norm"]),
+    "no overflow": ("nothing", None, None),
+    "batch norm": ("forward", "layers.1", ["layers.1"]),
     "cosine": ("gradients", None, None),
-    "kl_divergence": ("loss", None, ["layers.2 to the loss"]),
-    "log_of_softmax": ("loss", None, ["layers.2 to the loss"]),
-    "sum_of_squares": ("loss", None, ["layers.2 to the loss"]),
-    "large_targets": ("loss", None, ["layers.2 to the loss"]),
-}
+    "KL divergence": ("loss", None, LAST),
+    "log of softmax": ("loss", None, LAST),
+    "sum of squares": ("loss", None, LAST),
+    "large targets": ("loss", None, LAST),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The loss is float16")
@@ -67,11 +72,11 @@ def test_pasted_advice_trains_as_in_float32_and_skips_no_step(name):
     names["batch"] = batch(model)
     report = explain_overflow(model, loss_fn, *names["batch"], scale=65536.0)
     assert (report.cause, report.layer, report.fix) == ADVICE[name]
-    assert ("Train in bfloat16" in str(report)) == (name == "residual")
+    assert ("Train in bfloat16" in str(report)) == (name == "stream")
     paste(report, **names)
     after = explain_overflow(model, loss_fn, *names["batch"], scale=optimizer)
     assert (after.cause, after.where[:8]) == ("nothing", "The loss")
-    if name == "large_weights":
+    if name == "large weights":
         # Adam moves weights of 1e-6 by 3e-3: other layers overflow after six steps.
         train(model, loss_fn, optimizer, steps=7)
         again = explain_overflow(model, loss_fn, *batch(model, 7), scale=optimizer)
@@ -83,18 +88,20 @@ def test_pasted_advice_trains_as_in_float32_and_skips_no_step(name):
     assert optimizer.scaler.skipped_steps.item() == 0
 
 
-@pytest.mark.parametrize(("name", "scale"), [("large_targets", 256), ("mask", 65536)])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("large targets", 256), ("no overflow", 65536)]
+)
 def test_search_report_names_calibrate_only_if_the_first_steps_would_be_skipped(
     name, scale
 ):
     model, loss_fn = MODELS[name]()
-    options = {"compute_dtype": HALF, "cast_inputs": name == "mask"}
+    options = {"compute_dtype": HALF, "cast_inputs": name == "no overflow"}
     found = find_float32_layers(model, loss_fn, [batch(model)], **options)
     line = (
         "    mlx_gradscale.diagnostics.calibrate(optimizer, model, loss_fn, *batch, "
         "compute_dtype=mx.float16, cast_inputs=False)\n"
     )
-    assert (line in str(found)) == (name != "mask")
+    assert (line in str(found)) == (name != "no overflow")
     assert found.scale == scale
 
 
@@ -123,21 +130,6 @@ def check_fix(model, loss_fn, batch, **options):
     paste(report, optimizer=GradScaler(), **names)
     assert explain_overflow(model, loss_fn, *batch, **options).cause == "nothing"
     return report
-
-
-def test_fix_covers_the_layer_that_computes_the_value_and_the_one_that_reads_it():
-    model = Net(gain=1e5)
-    report = check_fix(model, mse(model), BATCH, scale=16.0)
-    assert (report.cause, report.layer) == ("forward", "")
-    assert "The input of norm, which the code of the model computes," in str(report)
-    # A float32 norm, where the overflow was seen, would change nothing.
-    assert report.fix != ["norm"]
-
-
-def test_suggested_float32_layers_work_with_compute_dtype():
-    model = Net(gain=1e5, dtype=mx.float32)
-    report = check_fix(model, mse(model), (X, Y), scale=16.0, compute_dtype=HALF)
-    assert report.cause == "forward"
 
 
 def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
@@ -190,13 +182,3 @@ def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
     assert (report.cause, report.fix) == ("forward", [""])
     assert "The whole model would have to" in report.line
     assert "x.astype(mx.float32)" in report.line
-
-
-def test_report_contains_no_fix_if_no_layers_help():
-    model = Net()
-
-    def loss_fn(x, y):
-        return mx.log(mse(model)(x, y) * 0)
-
-    report = explain_overflow(model, loss_fn, *BATCH)
-    assert (report.cause, report.fix, report.line) == ("loss", None, "")

@@ -1,6 +1,5 @@
 """find_float32_layers: the layers that overflow, found, few, and enough to train."""
 
-import math
 import runpy
 import sys
 from dataclasses import replace
@@ -21,49 +20,17 @@ sys.path.insert(0, EXAMPLES)
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 # By its path: import would find this folder of tests.
 example = SimpleNamespace(**runpy.run_path(f"{EXAMPLES}/float32_layers.py"))
-overflowing = example.overflowing
 
 HALF = mx.float16
-FOUND = {
-    "residual": ["blocks.5 to norm"],
-    "mlp": ["blocks.3.mlp"],
-    "attention": ["blocks.3.attention"],
-    "loss": ["head to the loss"],
-    "norm": ["blocks.5.norms.0", "blocks.5.norms.2", "norm"],
-}
-
-
-@pytest.mark.filterwarnings("ignore:The loss is float16")
-@pytest.mark.parametrize("name", list(FOUND))
-def test_model_that_overflows_trains_like_float32_with_the_layers_found(name):
-    def make(dtype):
-        model, loss_fn = overflowing.MODELS[name]()
-        model.set_dtype(dtype)
-        return model, loss_fn
-
-    expected = example.train(*make(mx.float32), 5)
-    assert not math.isfinite(example.train(*make(HALF), 2))
-    model, loss_fn = make(HALF)
-    found = find_float32_layers(model, loss_fn, [overflowing.batch(0)])
-    assert found.where == FOUND[name]
-    assert found.float16_parameters > 0.8
-    inside = [row for row in found.rows if row.overflows_inside]
-    alone = [entry for entry in FOUND[name] if " to " not in entry]
-    assert [row.layer for row in inside] == alone
-    assert all(row.largest < 65504 for row in inside)
-    before = example.kernels(model, loss_fn)
-    float32_layers(model, found)
-    after = example.kernels(model, loss_fn)
-    # Float32 layers add casts and no other kernel.
-    assert after[0] - before[0] == after[1] - before[1] < 30
-    assert example.train(model, loss_fn, 5) == pytest.approx(expected, rel=0.02)
 
 
 def test_float32_layers_example_prints_its_table_and_draws_figures(tmp_path, capsys):
     example.main(2, tmp_path, ["norm"])
     *_, row = capsys.readouterr().out.splitlines()
     assert row.startswith("| norm |")
+    # The last cells: float32 layers add casts and no other kernel.
     assert "| lost |" in row
+    assert row.endswith("| +18 | +18 |")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"headroom-norm-light.png", "headroom-norm-dark.png"}
 
