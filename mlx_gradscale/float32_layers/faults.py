@@ -80,14 +80,14 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
     other = value.other
     if run.reference and (other is None or not other.is_finite):
         return False
-    is_far = other is not None and relative_distance([value]) >= distance
-    is_bad = not value.is_finite or is_far
-    if value.has_gradient:
-        return is_bad
     if (other or value).is_mask:
+        # A mask of float32's lowest number has no sums to compare: they overflow.
         is_bad = bool(value.counts.nan or value.counts.positive_inf)
+    else:
+        is_far = other is not None and relative_distance([value]) >= distance
+        is_bad = not value.is_finite or is_far
     # Without a gradient, the value can only affect the loss.
-    return is_bad and run.is_loss_off
+    return is_bad and (value.has_gradient or run.is_loss_off)
 
 
 def _describe(value: Value) -> str:

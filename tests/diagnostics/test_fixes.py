@@ -9,12 +9,9 @@ from support.overflow_models import MODELS, batch
 
 import mlx_gradscale
 from mlx_gradscale import GradScaler, LossScaleOptimizer, find_float32_layers
-from mlx_gradscale.diagnostics import calibrate, explain_overflow
+from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
-X = mx.random.normal((16, 8), key=mx.random.key(0))
-Y = mx.roll(X, 1, axis=1)
-BATCH = X.astype(HALF), Y.astype(HALF)
 
 
 def paste(report, **names):
@@ -105,80 +102,48 @@ def test_search_report_names_calibrate_only_if_the_first_steps_would_be_skipped(
     assert found.scale == scale
 
 
-class Net(nn.Module):
-    """Adds ``gain`` times the output of a layer, and normalizes the sum."""
-
-    def __init__(self, gain=1.0, dtype=HALF):
-        super().__init__()
-        mx.random.seed(1)
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
-        self.norm = nn.RMSNorm(8)
-        self.head = nn.Linear(8, 8)
-        self.gain = gain
-        self.set_dtype(dtype)
-
-    def __call__(self, x):
-        x = x + self.first(x)
-        return self.head(self.norm(x + self.gain * self.second(x)))
-
-
-def check_fix(model, loss_fn, batch, **options):
-    """Run the lines that the report prints, and explain again."""
-    report = explain_overflow(model, loss_fn, *batch, **options)
-    names = {"model": model, "loss_fn": loss_fn, "batch": batch}
-    paste(report, optimizer=GradScaler(), **names)
-    assert explain_overflow(model, loss_fn, *batch, **options).cause == "nothing"
-    return report
-
-
 def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
-    model = Net(gain=1e5)
-    mlx_gradscale.float32_layers(model, "second to norm")
-
-    def loss_fn(x, y):
-        return 1e4 * mse(model)(x, y)
-
-    scaler = GradScaler()
-    report = explain_overflow(model, loss_fn, *BATCH, scale=scaler)
+    model, loss_fn = MODELS["large targets"]()
+    model.set_dtype(HALF)
+    mlx_gradscale.float32_layers(model, LAST)
+    report = explain_overflow(model, loss_fn, *batch(model), scale=GradScaler())
     assert (report.cause, report.fix) == ("gradients", None)
     assert "match float32. A dynamic scaler" in str(report)
     assert "calibrate(scaler, model, loss_fn, *batch)" in report.line
-    calibrate(scaler, model, loss_fn, *BATCH)
-    assert explain_overflow(model, loss_fn, *BATCH, scale=scaler).cause == "nothing"
 
 
 def test_small_gradients_that_underflow_without_scaling_are_reported():
-    model = Net()
-
-    def loss_fn(x, y):
-        return 1e-9 * mse(model)(x, y)
-
-    report = explain_overflow(model, loss_fn, *BATCH)
+    model, loss_fn = MODELS["no overflow"]()
+    model.set_dtype(HALF)
+    report = explain_overflow(model, lambda *xs: 1e-9 * loss_fn(*xs), *batch(model))
     assert (report.cause, report.line) == ("nothing", "")
     assert "Small gradients underflow. They match float32 at 2^16." in str(report)
 
 
 def test_layer_with_too_large_a_parameter_becomes_float32():
-    model = Net(dtype=mx.float32)
-    model.norm.weight = mx.full((8,), 1e5)
-    model.head.weight /= 1e5
-    report = check_fix(model, mse(model), (X, Y), compute_dtype=HALF)
-    assert (report.cause, report.layer) == ("forward", "norm")
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8))
+    model.layers[1].weight = mx.full((8,), 1e5)
+    model.layers[2].weight /= 1e5
+    options = {"compute_dtype": HALF, "scale": 2.0**-8}
+    report = explain_overflow(model, mse(model), *batch(model), **options)
+    assert (report.cause, report.layer) == ("forward", "layers.1")
+    paste(report, model=model)
+    after = explain_overflow(model, mse(model), *batch(model), **options)
+    assert after.cause == "nothing"
 
 
 def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
-    class Own(Net):
+    class Own(nn.Sequential):
         def __call__(self, x):
-            x = mx.square(self.first(x) * 300)
-            return self.head(x / mx.mean(x, axis=-1, keepdims=True))
+            x = mx.square(self.layers[0](x) * 300)
+            return self.layers[1](x / mx.mean(x, axis=-1, keepdims=True))
 
-    model = Own()
-    text = str(find_float32_layers(model, mse(model), [BATCH]))
-    assert "\nThe whole model would have to compute in float32" in text
-    assert "\n  (model): The input of head, which the code of the model " in text
-    assert "\n\n" not in text
-    report = check_fix(model, mse(model), BATCH)
+    model = Own(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.set_dtype(HALF)
+    report = explain_overflow(model, mse(model), *batch(model))
     assert (report.cause, report.fix) == ("forward", [""])
     assert "The whole model would have to" in report.line
     assert "x.astype(mx.float32)" in report.line
+    text = str(find_float32_layers(model, mse(model), [batch(model)]))
+    assert "\n  (model): The input of layers.1, which the code of the model " in text
+    assert "\n\n" not in text
