@@ -73,7 +73,7 @@ class OverflowReport:
     @property
     def line(self) -> str:
         """The code that fixes the overflow, and where to add it; "" if none."""
-        return "" if self.cause == "nothing" else self.search.line
+        return self.search.line
 
     def __str__(self) -> str:
         scale = f"at a loss scale of {power(self.scale)}"

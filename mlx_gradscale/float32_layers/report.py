@@ -66,7 +66,7 @@ class Float32Search:
         problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.
-        scale (float): A loss scale, at most 65536, at which ``where`` was verified.
+        scale (float): The loss scale at which ``where`` was verified.
         calibration (str): The line of code that finds a loss scale before training.
     """
 
@@ -87,11 +87,12 @@ class Float32Search:
             where = self.where[0] if len(self.where) == 1 else self.where
             lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
             cost.append(self._cost())
-        if self.scale < FIRST_SCALE:
+        if self.scale != FIRST_SCALE:
             lines.append(f"    {self.calibration}")
+            what = "overflow" if self.scale < FIRST_SCALE else "underflow"
             cost.append(
-                "The gradients overflow at a loss scale of 65536. Without calibrate(), "
-                "a run that starts there skips its first steps."
+                f"The gradients {what} at a loss scale of 65536, where a run starts. "
+                "calibrate() finds a better scale, so that no steps are lost."
             )
         if self.problem or not lines:
             return ""

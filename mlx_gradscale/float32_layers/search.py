@@ -19,8 +19,10 @@ from .report import FIRST_SCALE, Float32Search, Row
 from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
-# Loss scales, tried in this order until the gradients are finite.
-_SCALES = [FIRST_SCALE * 2.0**-p for p in range(0, 57, 8)]
+# The smallest and the largest loss scale to try, and the factor between two.
+_SMALLEST, _LARGEST, _FACTOR = 2.0**-40, 2.0**40, 2.0**8
+# If the largest scaled gradient is smaller, many others underflow below 2**-25.
+_SMALL = 2.0**-8
 
 
 class NoFixFound(Exception):
@@ -110,7 +112,8 @@ def find_float32_layers(
         args = () if named is batch else batch
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         trial = Trial(model, loss_fn, args, named, compute_dtype, cast_inputs)
-        trials.append(replace(trial, name=f"Batch {i} of {len(batches)}"))
+        name = f"Batch {i} of {len(batches)}" if len(batches) > 1 else trial.name
+        trials.append(replace(trial, name=name))
     return search(trials, tolerance, margin)
 
 
@@ -135,18 +138,30 @@ def search(
 
 
 def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) -> Run:
-    """Run in half precision; lower the loss scale while only gradients overflow.
+    """Run in half precision, at a loss scale at which the gradients fit, if any does.
 
     ``where`` replaces the model's float32 layers for this run; None keeps them.
     """
     layers = None if where is None else list(where)
-    names = [entry or "the whole model" for entry in layers or ()]
+    names = [x if x.partition(TO)[0] else f"the model{x}" for x in layers or ()]
     text = f", with {', '.join(names)} in float32" if names else ""
-    for scale in _SCALES:
+
+    def run(scale: float) -> Run:
         progress.show(f"{trial.name} in half precision at {power(scale)}{text}")
-        half = trial.run(layers, scale)
-        if half.has_finite_gradients or not math.isfinite(half.loss):
+        return trial.run(layers, scale)
+
+    half = larger = run(FIRST_SCALE)
+    while not half.has_finite_gradients and math.isfinite(half.loss):
+        if half.scale <= _SMALLEST:
+            return half
+        half = run(half.scale / _FACTOR)
+    while larger.has_finite_gradients and not larger.is_loss_off:
+        half = larger
+        largest = max(value.largest for value in half.gradients)
+        is_small = largest * half.scale < _SMALL and half.scale < _LARGEST
+        if half.matches_reference or not is_small:
             break
+        larger = run(half.scale * _FACTOR)
     return half
 
 
@@ -307,8 +322,8 @@ class _Search:
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
             entry = f"{last}{TO}{THE_LOSS}"
-            where = [*self.reasons, entry]
-            if not run_scaled(trial, where, self._progress).is_loss_off:
+            run = run_scaled(trial, [*self.reasons, entry], self._progress)
+            if run.matches_reference or (half.is_loss_off and not run.is_loss_off):
                 return entry
         return None
 

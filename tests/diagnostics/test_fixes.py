@@ -115,7 +115,7 @@ def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
 def test_small_gradients_that_underflow_without_scaling_are_reported():
     model, loss_fn = MODELS["no overflow"]()
     model.set_dtype(HALF)
-    report = explain_overflow(model, lambda *xs: 1e-9 * loss_fn(*xs), *batch(model))
+    report = explain_overflow(model, lambda *xs: 1e-6 * loss_fn(*xs), *batch(model))
     assert (report.cause, report.line) == ("nothing", "")
     assert "Small gradients underflow. They match float32 at 2^16." in str(report)
 

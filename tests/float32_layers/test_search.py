@@ -143,6 +143,20 @@ def test_search_covers_every_batch_and_batch_shapes_may_differ():
     assert len(found.losses) == 3
 
 
+def test_gradients_that_underflow_need_a_larger_scale_and_no_float32_layers():
+    model, loss_fn = make()
+    found = find_float32_layers(model, lambda x: 1e-12 * loss_fn(x), [X])
+    assert (found.where, found.problem) == ([], "")
+    assert found.scale > 65536
+    assert "The gradients underflow at a loss scale of 65536" in str(found)
+
+
+def test_search_ends_if_no_loss_scale_helps():
+    model, loss_fn = make()
+    found = find_float32_layers(model, lambda x: 1e-25 * loss_fn(x), [X])
+    assert "whole model in float32 is not enough" in found.problem
+
+
 def test_large_float16_input_needs_no_float32_layer():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model.layers[0].weight *= 1e-4
