@@ -86,7 +86,7 @@ class Float32Search:
         if self.where:
             where = self.where[0] if len(self.where) == 1 else self.where
             lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
-            cost.append(self._cost())
+            cost.append(self.cost)
         if self.scale != FIRST_SCALE:
             lines.append(f"    {self.calibration}")
             what = "overflow" if self.scale < FIRST_SCALE else "underflow"
@@ -99,7 +99,9 @@ class Float32Search:
         add = f"Add {'these lines' if lines[1:] else 'this line'} before the first step"
         return "\n".join([*cost, f"{add}, and before it is compiled:", *lines])
 
-    def _cost(self) -> str:
+    @property
+    def cost(self) -> str:
+        """How much of the model stays in half precision, and what to do if little."""
         if any(not entry.partition(TO)[0] for entry in self.where):
             return _WHOLE_MODEL
         share = f"{percent(self.float16_parameters)} of the parameters"
