@@ -92,7 +92,7 @@ class Float32Search:
             what = "overflow" if self.scale < FIRST_SCALE else "underflow"
             cost.append(
                 f"The gradients {what} at a loss scale of 65536, where a run starts. "
-                "calibrate() finds a better scale, so that no steps are lost."
+                "calibrate() finds a better scale on one batch."
             )
         if self.problem or not lines:
             return ""
