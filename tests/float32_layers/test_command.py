@@ -91,14 +91,3 @@ def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys):
     assert run(factors, "-o", str(tmp_path / "layers.json"))[0] == 1
     assert "contain NaN or inf in model.norm.weight" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-
-
-def test_float16_command_shows_every_run_and_its_batch(run, tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        run(FACTORS, "-o", str(tmp_path / "layers.json"), "--fine-tune-type", "full")
-    where = [f"{i} of 2 in float32" for i in (1, 2)]
-    layers = f"with {MLP} in float32"
-    for i in (1, 2):
-        where += [f"{i} of 2 in half precision at 2^{p}, {layers}" for p in (16, 8, 0)]
-    runs = [f"run {i}: Batch {text}" for i, text in enumerate(where, start=1)]
-    assert caplog.messages[-8:] == [f"Search for float32 layers, {x}" for x in runs]
