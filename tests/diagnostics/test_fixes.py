@@ -126,10 +126,9 @@ def test_layer_with_too_large_a_parameter_becomes_float32():
     model.layers[2].weight /= 1e5
     options = {"compute_dtype": HALF, "scale": 2.0**-8}
     report = explain_overflow(model, mse(model), *batch(model), **options)
-    assert (report.cause, report.layer) == ("forward", "layers.1")
+    assert report.layer == "layers.1"
     paste(report, model=model)
-    after = explain_overflow(model, mse(model), *batch(model), **options)
-    assert after.cause == "nothing"
+    assert not explain_overflow(model, mse(model), *batch(model), **options).line
 
 
 def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
@@ -143,7 +142,6 @@ def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
     report = explain_overflow(model, mse(model), *batch(model))
     assert (report.cause, report.fix) == ("forward", [""])
     assert "The whole model would have to" in report.line
-    assert "x.astype(mx.float32)" in report.line
     text = str(find_float32_layers(model, mse(model), [batch(model)]))
     assert "\n  (model): The input of layers.1, which the code of the model " in text
     assert "\n\n" not in text

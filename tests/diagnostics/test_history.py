@@ -84,7 +84,7 @@ def test_history_records_the_gradient_norm_of_the_optimizer():
     assert history.records[0].grad_norm == pytest.approx(26**0.5)
 
 
-def test_history_step_may_be_an_array_and_a_disabled_scaler_has_a_scale_of_one(
+def test_history_step_may_be_an_array_and_a_disabled_scale_is_one(
     tmp_path,
 ):
     optimizer = LossScaleOptimizer(optim.SGD(0.1))
