@@ -144,4 +144,3 @@ def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
     assert "The whole model would have to" in report.line
     text = str(find_float32_layers(model, mse(model), [batch(model)]))
     assert "\n  (model): The input of layers.1, which the code of the model " in text
-    assert "\n\n" not in text
