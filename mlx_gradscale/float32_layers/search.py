@@ -298,9 +298,7 @@ class _Search:
                 raise NoFixFound(
                     "Even computing the whole model in float32 is not enough. "
                     f"{why} Look for a cast to half precision or a division by zero in "
-                    "the model and in the loss function. If an argument is too large "
-                    "for compute_dtype, normalize it, or call value_and_grad(..., "
-                    "cast_inputs=False)."
+                    "the model and in the loss function."
                 )
             self.reasons[entry] = why
 

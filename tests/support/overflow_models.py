@@ -1,7 +1,7 @@
 """Models and losses whose values overflow, or seem to, in float16.
 
 ``MODELS[name]()`` returns a model in float32 and its loss function. Five come from
-examples/float32_layers.py, with two layers instead of six. All of them train in float32.
+examples/float32_layers.py, with two layers instead of six. All train in float32.
 """
 
 import importlib.util
