@@ -364,44 +364,37 @@ def _select_parameter(
     gradient: mx.array,
     moments: list[mx.array],
 ) -> tuple[mx.array, Stored]:
-    """Select the new or the old value of a parameter and of its master weight.
-
-    ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and adds a node
-    only after all of its consumers. The parameter, its moments and its master weight
-    therefore get a common root: a chain of selects that has all of them as operands,
-    even those that it never selects. This gives one kernel per parameter, not five.
-    """
+    """Select the new or the old value of a parameter and of its master weight."""
     moments = [x for x in moments if x.shape == parameter.shape]
     dtype, rounded = parameter.dtype, new.astype(parameter.dtype)
     if "remainders" in stored:
-        # This graph is deeper than 11, so its innermost nodes get a second, shorter
-        # path, which mx.compile visits after the long one.
         remainder = entries(new, rounded, stored)["remainders"]
         remainder = mx.where(applied, remainder, stored["remainders"])
-        never = mx.array(False)
-        inside = mx.where(
-            never,
-            _never_of([*moments[::-1], gradient], never),
-            _never_of([old.master, *old.parts], never),
-        )
-        inside = mx.where(never, to_float32(rounded), inside)
-        taken = mx.where(never, remainder.astype(dtype), rounded)
-        skipped = mx.where(never, inside.astype(dtype), parameter)
-        return mx.where(applied, taken, skipped), {"remainders": remainder}
+        # The innermost first. Where the walk would get deeper than 11 operations, it
+        # starts again: at the rounded weight in float32, at the parts of the old one.
+        others = [gradient, *old.parts, old.master, *moments, to_float32(rounded)]
+        both = mx.where(applied, rounded, remainder.astype(dtype))
+        return _select(applied, both, parameter, others), {"remainders": remainder}
     if stored:
         # Select in a skipped step too, because a replaced weight is its own master.
         new = mx.where(applied, new, old.master)
         rounded = new.astype(dtype)
-    # Select in the parameter's own dtype: a round trip through float32 flushes bfloat16
-    # subnormals on Apple GPUs and changes the bits of a float16 NaN. The last moment is
-    # outermost because AdaDelta computes u from v.
-    for moment in moments:
-        parameter = mx.where(applied, moment.astype(dtype), parameter)
-    weight = mx.where(applied, rounded, parameter)
+    weight = _select(applied, rounded, parameter, moments)
     return weight, entries(new, weight, stored)
 
 
-def _never_of(values: list[mx.array], never: mx.array) -> mx.array:
-    first, *rest = values
-    # The negation adds a node; otherwise mx.compile would visit the value too early.
-    return mx.where(never, first, _never_of(rest, never)) if rest else -first
+def _select(
+    applied: mx.array, new: mx.array, old: mx.array, others: list[mx.array]
+) -> mx.array:
+    """Return ``where(applied, new, old)``, as a common root of ``others``.
+
+    ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and adds a node
+    only after all of its consumers. All ``others`` are therefore operands of the root,
+    in branches that are never taken: where ``old`` is selected, ``applied`` is false.
+    This gives one kernel per parameter, not five. The last of ``others`` is outermost.
+    """
+    for x in others:
+        # Stay in the parameter's own dtype: a round trip through float32 flushes
+        # bfloat16 subnormals on Apple GPUs and changes the bits of a float16 NaN.
+        old = mx.where(applied, x.astype(old.dtype), old)
+    return mx.where(applied, new, old)
