@@ -12,6 +12,10 @@ import mlx_gradscale
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+# The address of the repository, which GitHub gives to the workflow that builds the
+# site. Elsewhere it is not known.
+SERVER, NAME = map(os.environ.get, ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"))
+REPOSITORY = f"{SERVER}/{NAME}" if NAME else ""
 
 project = "mlx_gradscale"
 release = version = mlx_gradscale.__version__
@@ -69,8 +73,8 @@ TOP_PAGES = {
 # The groups of the sidebar. They are not in index.md, where GitHub would show them.
 SIDEBAR = {
     "Getting started": "getting_started coming_from examples troubleshooting",
-    "Guides": "mlx_lm compiled_steps skipped_steps float32_layers bfloat16 checkpoints "
-    "pytorch_runs distributed ema diagnostics",
+    "Guides": "bfloat16 mlx_lm compiled_steps gradient_accumulation several_optimizers "
+    "skipped_steps float32_layers checkpoints pytorch_runs distributed ema diagnostics",
     "API": "api/index api/gradscaler api/loss_scale_optimizer api/functions "
     "api/diagnostics api/plot api/distributed api/ema api/float32_layers api/convert "
     "api/torch_checkpoint api/formats",
@@ -88,8 +92,8 @@ DEFAULTS = {
 }
 
 _PICTURE = re.compile(
-    r'<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*(?P<image><img[^>]*>)'
-    r"\s*</picture>"
+    r'(?:<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*)?'
+    r"(?P<image><img[^>]*>)(?:\s*</picture>)?"
 )
 # Example -> the anchor of its section on the examples page.
 EXAMPLES = {
@@ -104,23 +108,25 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def _replace_pictures(text: str, folder: Path, page: Path) -> str:
-    """Turn <picture> into two images, of which the theme of the site shows one."""
+    """Turn <img> into an image that Sphinx copies, and <picture> into one per theme."""
 
     def replace(found: re.Match) -> str:
         attributes = dict(re.findall(r'(\w+)="([^"]*)"', found["image"]))
-        paths = {"light": attributes["src"], "dark": found["dark"]}
+        paths = {"": attributes["src"]}
+        if found["dark"]:
+            light, dark = (f":class: only-{theme}\n" for theme in ("light", "dark"))
+            paths = {light: attributes["src"], dark: found["dark"]}
         return "\n\n".join(
-            f":::{{image}} {os.path.relpath(folder / path, page)}\n"
-            f":class: only-{theme}\n:alt: {attributes['alt']}\n"
-            f":width: {attributes['width']}px\n:::"
-            for theme, path in paths.items()
+            f":::{{image}} {os.path.relpath(folder / path, page)}\n{class_}"
+            f":alt: {attributes['alt']}\n:width: {attributes['width']}px\n:::"
+            for class_, path in paths.items()
         )
 
     return _PICTURE.sub(replace, text)
 
 
 def _replace_links(text: str, folder: Path, page: Path) -> str:
-    """Link to pages of the site where there are any; drop links to other files."""
+    """Link to pages of the site, or else to the repository if its address is known."""
 
     def replace(found: re.Match) -> str:
         name, hash_, anchor = found["target"].partition("#")
@@ -134,7 +140,10 @@ def _replace_links(text: str, folder: Path, page: Path) -> str:
             pages = {path: name for name, path in TOP_PAGES.items()}
             file = DOCS / f"{pages[file]}.md"
         elif DOCS not in file.parents:
-            return found["text"]
+            if not REPOSITORY:
+                return found["text"]
+            address = f"{REPOSITORY}/blob/main/{file.relative_to(ROOT)}{hash_}{anchor}"
+            return f"[{found['text']}]({address})"
         return f"[{found['text']}]({os.path.relpath(file, page)}{hash_}{anchor})"
 
     return _LINK.sub(replace, text)

@@ -1,4 +1,7 @@
-"""Safe float16 training for MLX: loss scaling, master weights, PyTorch checkpoints."""
+"""Half-precision training for MLX: master weights, loss scaling, PyTorch runs."""
+
+import importlib
+from types import ModuleType
 
 try:
     import mlx.core  # noqa: F401
@@ -34,3 +37,13 @@ __all__ = [
     "restore_checkpoint",
     "save_checkpoint",
 ]
+
+# Imported on first use, so that ``import mlx_gradscale`` stays fast.
+_MODULES = {"convert", "diagnostics", "distributed", "ema", "formats", "plot"}
+_MODULES |= {"torch_checkpoint"}
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f".{name}", __name__)

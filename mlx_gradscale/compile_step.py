@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .core.notices import SkipWatch, warn_user
+from .core.notices import SkipWatch, WarnOnce
 from .core.trees import restore, snapshot
 
 # Keep MLX's own function, because everywhere() replaces mx.compile.
@@ -44,7 +44,8 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """
     compiled = _compile(step, inputs=state, outputs=state)
     dicts = [tree for tree, _ in snapshot(state) if isinstance(tree, dict)]
-    watched = [(tree, SkipWatch()) for tree in dicts if "consecutive_skips" in tree]
+    scaler_states = [tree for tree in dicts if "consecutive_skips" in tree]
+    watched = [(tree, SkipWatch(), WarnOnce()) for tree in scaler_states]
 
     @wraps(step)
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
@@ -59,8 +60,8 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
                 first, second = key.tolist()
                 mx.random.seed(first << 32 | second)
             raise
-        for scaler_state, watch in watched:
-            watch.look(scaler_state, warn_user)
+        for scaler_state, watch, warn_once in watched:
+            watch.look(scaler_state, warn_once)
         return result
 
     return compiled_step

@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from .core.finite import is_floating
 from .core.masters import to_float32
 from .core.optimizer import LossScaleOptimizer
+from .core.trees import is_floating
 
 
 class EMA:
@@ -46,6 +46,11 @@ class EMA:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None = None, decay: float = 0.999
     ):
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be an mlx.optimizers.Optimizer, got {optimizer!r}. "
+                "Pass the decay by name: EMA(model, decay=0.999)."
+            )
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
         self._optimizer = optimizer

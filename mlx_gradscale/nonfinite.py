@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .core.finite import arrays, is_floating
-from .core.trees import flatten
+from .core.finite import arrays
+from .core.trees import flatten, is_floating
 
 
 @dataclass(frozen=True)

@@ -173,3 +173,8 @@ def test_ema_rejects_bad_decays_changed_models_and_foreign_states():
         ):
             pass
     assert bits(ema.state) == before
+
+
+def test_ema_refuses_a_decay_in_the_place_of_the_optimizer():
+    with pytest.raises(TypeError, match=r"Pass the decay by name"):
+        EMA(nn.Linear(1, 1), 0.5)

@@ -9,14 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..core.finite import is_floating
 from ..core.masters import HALF, half_bits, join, remainder_of
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.ranks import Group
 from ..core.scale import SETTINGS
 from ..core.scaler import GradScaler
-from ..core.trees import commit, flatten, restore, slots, snapshot
+from ..core.trees import commit, flatten, is_floating, restore, slots, snapshot
 from ..distributed import from_rank_0, raise_together
 from ..files.text import dtype_name, list_some, shorten
 from .folder import Checkpoint, describe_error, read_checkpoint

@@ -1,6 +1,24 @@
 """The training core: loss scaling, skipped steps and master weights.
 
-Reading order: ``scale``, ``trees``, ``finite``, ``masters``, ``notices``,
-``gradients``, ``optimizers``, ``ranks``, ``guard``, ``scaler``, ``optimizer``.
-Only ``GradScaler.save`` and ``load`` import other parts of the package.
+Reading order: ``scale`` (the rule), ``trees``, ``fusion``, ``finite``, ``masters``,
+``notices``, ``forward``, ``gradients``, ``optimizers``, ``ranks``, ``guard`` (a step),
+``scaler``, ``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of
+the package. One step, for every kind of optimizer, is ``GradScaler._plan``: match
+gradients to parameters, inspect them, plan the results, advance the scale, commit.
+
+The words of this package:
+
+- A gradient is *scaled* as a backward pass of the scaled loss leaves it, and *unscaled*
+  once it is divided by the scale, in float32. A *lazy* gradient is an unscaled one that
+  still knows the scaled array it came from. *Inverse* is 1 / scale.
+- A *leaf* is a gradient with its parameter. A *slot* is the place of an array in a
+  tree: path, container and key. A *write* is a container, a key and a new value.
+- A step is *applied* or *skipped*. It is *planned* first and then *committed*.
+- A *wrapper* is a ``LossScaleOptimizer``, and the optimizer in it is the *inner* one.
+  Both kinds of optimizers that a scaler steps are its *participants*. *Parts* are the
+  optimizers in a ``MultiOptimizer``.
+- A *master weight* is the float32 value of a half-precision parameter. Its *entries*
+  are what the state stores of it: the value and the bits of the weight, or a remainder.
+- An *iteration* is everything between two calls of ``update()``. A *stage* is how far
+  one optimizer is in it.
 """

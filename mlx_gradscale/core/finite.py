@@ -1,12 +1,12 @@
 """Check arrays for NaN and inf, and compute their global norm, on the device."""
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import mlx.core as mx
 
-from .trees import flatten, leaves
+from .fusion import JOIN, join, join_all, separate_cast
+from .trees import flatten, is_floating, leaves
 
 # Read as integers, the bits of |x| are ordered like |x|, with inf above every finite
 # number and NaN above inf, so one integer maximum detects both. Each row contains the
@@ -17,10 +17,6 @@ _BITS = {
     mx.float32: (mx.int32, mx.uint32, 0x7FFFFFFF, 0x7F800000),
     mx.float64: (mx.int64, mx.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
-# Leaves of the same dtype and shape are joined elementwise, eight at a time, before a
-# reduction. For 448 LoRA-sized leaves, this takes 0.3 times as long as not joining.
-_JOIN = 8
-Join = Callable[[mx.array, mx.array], mx.array]
 
 
 def all_finite(tree: Any) -> mx.array:
@@ -78,9 +74,9 @@ def _largest_bits(values: list[mx.array]) -> list[tuple[mx.Dtype, mx.array]]:
             negative = mx.max(group[0].view(unsigned)).view(signed) & bits
             found = mx.maximum(positive, negative)
         else:
-            found = mx.max(_join(mx.maximum, [x.view(signed) & bits for x in group]))
+            found = mx.max(join(mx.maximum, [x.view(signed) & bits for x in group]))
         largest.setdefault(dtype, []).append(found)
-    return [(dtype, _join_all(mx.maximum, found)) for dtype, found in largest.items()]
+    return [(dtype, join_all(mx.maximum, found)) for dtype, found in largest.items()]
 
 
 @mx.compile
@@ -94,14 +90,10 @@ def global_norm(
     sums = []
     for values, times in ((scaled, factor), (others, None)):
         for group in _groups(values):
-            if group[0].dtype in (mx.float16, mx.bfloat16):
-                # Without the views, mx.compile would merge this cast with the one in
-                # the update and create a float32 copy of every gradient.
-                group = [x.view(mx.uint16).view(x.dtype) for x in group]
-            group = [x.astype(mx.float32) for x in group]
+            group = [separate_cast(x) for x in group]
             group = group if times is None else [x * times for x in group]
-            sums.append(mx.sum(_join(mx.add, list(map(mx.square, group)))))
-    return mx.sqrt(_join_all(mx.add, sums)) if sums else mx.array(0.0)
+            sums.append(mx.sum(join(mx.add, list(map(mx.square, group)))))
+    return mx.sqrt(join_all(mx.add, sums)) if sums else mx.array(0.0)
 
 
 def _groups(values: list[mx.array]) -> list[list[mx.array]]:
@@ -112,25 +104,8 @@ def _groups(values: list[mx.array]) -> list[list[mx.array]]:
             if x.dtype == mx.complex64:
                 x = x.reshape(-1).view(mx.float32)
             alike.setdefault((x.dtype, x.shape), []).append(x)
-    starts = [(same, i) for same in alike.values() for i in range(0, len(same), _JOIN)]
-    return [same[i : i + _JOIN] for same, i in starts]
-
-
-def _join_all(operation: Join, values: list[mx.array]) -> mx.array:
-    while len(values) > _JOIN:
-        # mx.contiguous ends a fused kernel without a copy, so that every join has the
-        # same kernel and MLX builds it only once.
-        joined = mx.contiguous(_join(operation, values[:_JOIN]))
-        values = [*values[_JOIN:], joined]
-    return _join(operation, values)
-
-
-def _join(operation: Join, values: list[mx.array]) -> mx.array:
-    # Join in pairs, because a fused kernel is at most 11 operations deep.
-    while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=False)
-        values = [operation(a, b) for a, b in pairs] + values[len(values) & ~1 :]
-    return values[0]
+    starts = [(same, i) for same in alike.values() for i in range(0, len(same), JOIN)]
+    return [same[i : i + JOIN] for same, i in starts]
 
 
 def arrays(tree: Any) -> list[mx.array]:
@@ -140,8 +115,3 @@ def arrays(tree: Any) -> list[mx.array]:
             what = f"{leaf!r} ({type(leaf).__name__}){f' at {path!r}' if path else ''}"
             raise TypeError(f"Expected a tree of mx.array, got {what}.")
     return leaves(tree)
-
-
-def is_floating(x: mx.array) -> bool:
-    """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
-    return mx.issubdtype(x.dtype, mx.inexact)

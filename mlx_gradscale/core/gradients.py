@@ -6,87 +6,49 @@ it inside the update kernel, so MLX never computes the float32 copy. After clipp
 accumulation or averaging, a step uses the gradient as is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map
 
-from .finite import all_finite, is_floating
+from .forward import Casting, clean_up, is_opaque, writable_arrays
+from .fusion import each_use
 from .masters import HALF, to_float32
-from .notices import warn_user
-from .trees import Writes, commit, flatten, leaves, slots
+from .notices import WarnOnce
+from .trees import Leaf, Writes, commit, flatten, is_floating, leaves, slots
+
+# What may change the values of an array in place, or hands out its memory.
+_CHANGES_IN_PLACE = (
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
+    *("__irshift__", "__setitem__", "__dlpack__", "__buffer__"),
+)
 
 
-class Casting(NamedTuple):
-    """The casts that ``value_and_grad`` applies for the forward pass."""
-
-    compute_dtype: mx.Dtype | None = None
-    keep: Callable[[str, mx.array], bool] | None = None
-    cast_inputs: bool = True
-
-    def check(self) -> None:
-        """Raise if ``compute_dtype`` is invalid, or is missing where it is required."""
-        dtype = self.compute_dtype
-        if dtype is None and (self.keep is not None or not self.cast_inputs):
-            raise ValueError("keep= and cast_inputs=False require compute_dtype=.")
-        is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
-        if dtype is not None and not is_dtype:
-            raise ValueError(f"compute_dtype must be a float mx.Dtype, got {dtype!r}.")
-
-    def parameters(self, model: nn.Module, parameters: Any) -> Any:
-        """Return the trainable parameters in the dtypes of the forward pass."""
-        if self.compute_dtype is None:
-            return parameters
-        # float32_layers() marks the layers that compute in float32.
-        float32 = tuple(
-            f"{path}." if path else ""
-            for path, module in model.named_modules()
-            if getattr(module, "computes_in_float32", False)
-        )
-
-        def cast_parameter(path: str, x: mx.array) -> Any:
-            is_kept = self.keep is not None and self.keep(path, x)
-            return x if is_kept or path.startswith(float32) else self._cast(x)
-
-        return tree_map_with_path(cast_parameter, parameters)
-
-    def inputs(self, inputs: Any) -> Any:
-        """Return the loss function's arguments in the dtypes of the forward pass."""
-        if self.compute_dtype is None or not self.cast_inputs:
-            return inputs
-        return tree_map(self._cast, inputs, is_leaf=is_opaque)
-
-    def _cast(self, x: Any) -> Any:
-        floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
-        return x.astype(self.compute_dtype) if floating else x
-
-
-class Unscaled(mx.array):
-    """An unscaled gradient that refers to the scaled one until modified in place."""
+class LazyGradient(mx.array):
+    """An unscaled gradient that refers to the scaled one until it may have changed."""
 
     # The scaled gradient and the reciprocal of the scale.
     source: tuple[mx.array, mx.array] | None = None
 
 
 def _forget_source(name: str) -> Callable[..., Any]:
-    change = getattr(mx.array, name)
+    method = getattr(mx.array, name)
 
-    def change_in_place(self: Unscaled, *args: Any) -> Any:
+    def forget_source(self: LazyGradient, *args: Any, **kwargs: Any) -> Any:
         self.source = None
-        return change(self, *args)
+        return method(self, *args, **kwargs)
 
-    return change_in_place
+    return forget_source
 
 
-for _name in dir(mx.array):
-    # In-place operators such as __imul__, and __setitem__.
-    is_in_place = _name.startswith("__i") and hasattr(mx.array, f"__{_name[3:]}")
-    if is_in_place or _name == "__setitem__":
-        setattr(Unscaled, _name, _forget_source(_name))
+for _name in _CHANGES_IN_PLACE:
+    # NumPy reads __buffer__, which Python has from 3.12 on.
+    if hasattr(mx.array, _name):
+        setattr(LazyGradient, _name, _forget_source(_name))
 
 
 class Backward:
@@ -94,16 +56,13 @@ class Backward:
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        # Tokens of the gradients that the last backward pass of scale_loss() unscaled.
-        self._last_unscaled: set[object] | None = None
+        # Whether the last backward pass of scale_loss() since the last step unscaled a
+        # gradient; None if there was no such pass.
+        self._has_unscaled: bool | None = None
+        # Where backward passes since then found the parameters that they unscale.
+        self._places: set[tuple[int, Any]] = set()
         self._has_derivative = False
-        self._warned: set[str] = set()
-
-    def warn_once(self, message: str) -> None:
-        """Warn at the user's line, once per scaler and message."""
-        if message not in self._warned:
-            self._warned.add(message)
-            warn_user(message)
+        self.warn_once = WarnOnce()
 
     def value_and_grad(
         self,
@@ -122,10 +81,13 @@ class Backward:
                 self._warn_about_dtypes(model, args)
                 is_checked = True
             scale = self._state["scale"] if is_enabled else None
-            outputs, grads = differentiate(model, loss_fn, args, kwargs, casting, scale)
+            places, outputs, grads = differentiate(
+                model, loss_fn, args, kwargs, casting, scale
+            )
+            self._places.update([(id(box), key) for box, key, _ in places])
             loss = loss_of(outputs)
             if casting.compute_dtype is not None and loss.dtype != mx.float32:
-                outputs = with_loss(outputs, loss.astype(mx.float32))
+                outputs = replace_loss(outputs, loss.astype(mx.float32))
             if scale is None:
                 own = model.trainable_parameters()
                 return outputs, tree_map(lambda g, p: g.astype(p.dtype), grads, own)
@@ -137,27 +99,33 @@ class Backward:
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
-        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients."""
+        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
+
+        Every array that enters unscales its own gradient: the arguments, and the
+        trainable parameters of ``model`` and of the models among the arguments.
+        """
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
             scale = self._state["scale"]
-            # A token for each gradient that the backward pass has unscaled.
-            unscaled: set[object] = set()
-
-            def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
-                self._last_unscaled = unscaled
-                return cotangent * scale
-
-            given = (args, kwargs) if model is None else model
-            found = [x for _, x in tree_flatten(given, is_leaf=is_opaque)]
-            models = [x for x in found if isinstance(x, nn.Module)]
+            given = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
+            models = [x for _, x in given if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
             trained = set(map(id, leaves([x.trainable_parameters() for x in models])))
-            wrap = partial(_with_unscaled_gradient, 1.0 / scale, unscaled)
-            if not models and args:
-                args = (tree_map(wrap, args[0], is_leaf=is_opaque), *args[1:])
+
+            def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> Any:
+                self._has_unscaled = True
+                return _unscale_and_scale_next(cotangent, inverse)
+
+            wrap = partial(_with_gradient, 1.0 / scale, unscale_gradient)
             own = [(box, key, wrap(x)) for box, key, x in places if id(x) in trained]
+
+            def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
+                self._has_unscaled = False
+                self._places.update([(id(box), key) for box, key, _ in own])
+                return cotangent * scale
+
+            args, kwargs = tree_map(wrap, (args, kwargs), is_leaf=is_opaque)
             try:
                 commit(own)
                 outputs = loss_fn(*args, **kwargs)
@@ -167,21 +135,37 @@ class Backward:
             clean_up(places, trained, [x for _, _, x in own])
             loss = loss_of(outputs)
             self._check_loss_dtype(loss)
-            scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
-            return with_loss(outputs, scaled)
+            outputs = replace_loss(outputs, loss.astype(mx.float32))
+            # Scale the other outputs too, in case the caller adds them to the loss.
+            scale_output = partial(_with_gradient, scale, scale_gradient)
+            return tree_map(scale_output, outputs, is_leaf=is_opaque)
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def check_unscaled(self) -> None:
-        """Raise if the last backward pass of ``scale_loss()`` unscaled no gradients."""
-        unscaled, self._last_unscaled = self._last_unscaled, None
-        if unscaled is not None and not unscaled:
-            raise RuntimeError(
-                "These gradients are still scaled, because scale_loss() did not find "
-                "the differentiated parameters. Pass their model, scale_loss(loss_fn, "
-                "model), or make them the first argument of the loss function."
-            )
+    def check_unscaled(self, leaves: list[Leaf]) -> None:
+        """Raise if ``scale_loss()`` left a gradient of this step scaled.
+
+        A parameter that it did not find has a scaled gradient, or zero if the loss does
+        not depend on it. Inside ``mx.compile``, where no value can be read, the error
+        does not wait: passing the whole model is always right.
+        """
+        has_unscaled, self._has_unscaled = self._has_unscaled, None
+        places, self._places = self._places, set()
+        if has_unscaled is None:
+            return
+        floating = [leaf for leaf in leaves if is_floating(leaf.gradient)]
+        missed = [x for x in floating if (id(x.container), x.key) not in places]
+        if has_unscaled and len(missed) == len(floating):
+            return  # a parameter tree, or a model with gradients from elsewhere
+        for leaf in missed if has_unscaled else floating:
+            if not _is_zero(leaf.gradient):
+                raise RuntimeError(
+                    f"The gradient of {leaf.path!r} is still scaled, because "
+                    "scale_loss() did not find this parameter. Pass the whole model, "
+                    "scale_loss(loss_fn, model), or pass the parameters to the loss "
+                    "function as an argument."
+                )
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""
@@ -192,24 +176,26 @@ class Backward:
             return cotangent
 
         scaled = to_float32(output) * self._state["scale"]
-        return _with_gradient(scaled, mx.array(1.0), note)
+        return _with_gradient(mx.array(1.0), note, scaled)
 
     def inverse_scale(self) -> mx.array:
         """Return 1 / scale; warn if no result of ``scale()`` was differentiated."""
         if not self._has_derivative:
             self.warn_once(
+                "not differentiated",
                 "scale() was called, but its result was never differentiated, so these "
                 "gradients were not scaled, and unscaling makes them too small. Call "
-                "scale() in the differentiated function, or use value_and_grad()."
+                "scale() in the differentiated function, or use value_and_grad().",
             )
         return 1.0 / self._state["scale"]
 
     def _check_loss_dtype(self, loss: mx.array) -> None:
         if loss.dtype == mx.float16:
             self.warn_once(
+                "float16 loss",
                 "The loss is float16, so the backward pass overflows and steps are "
                 "skipped while the scale is above 65504. Compute the loss in float32, "
-                "for example from logits.astype(mx.float32)."
+                "for example from logits.astype(mx.float32).",
             )
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -221,9 +207,10 @@ class Backward:
         ]
         if half:
             self.warn_once(
+                "float16 statistics",
                 f"{type(model).__name__} has BatchNorm layers with float16 running "
                 "statistics, where a variance above 65504 is inf. To compute them in "
-                f"float32, call mlx_gradscale.float32_layers(model, {half})."
+                f"float32, call mlx_gradscale.float32_layers(model, {half}).",
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:
@@ -231,10 +218,11 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
+                "float32 inputs",
                 f"{type(model).__name__} has {floating[0].dtype} parameters, but the "
                 "first array argument is float32, so MLX may compute in float32. Cast "
                 "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
-                "call mlx_gradscale.diagnostics.compute_dtypes()."
+                "call mlx_gradscale.diagnostics.compute_dtypes().",
             )
 
 
@@ -245,8 +233,8 @@ def differentiate(
     kwargs: dict[str, Any],
     casting: Casting,
     scale: mx.array | None,
-) -> tuple[Any, Any]:
-    """Return the output of the loss function and the gradients of the scaled loss.
+) -> tuple[Writes, Any, Any]:
+    """Return the model's arrays, the loss function's output and the scaled gradients.
 
     The gradients are with respect to the *cast* parameters and have their dtypes.
     If ``scale`` is None, the loss is not scaled.
@@ -274,78 +262,39 @@ def differentiate(
         raise
     is_cast = casting.compute_dtype is not None
     clean_up(places, trained, None if is_cast else substitutes)
-    return outputs, gradients
+    return places, outputs, gradients
 
 
-def clean_up(
-    places: Writes, trained: set[int], substitutes: list[mx.array] | None
-) -> None:
-    """After a forward pass, restore parameters, and buffers that became non-finite.
-
-    ``places`` contains the model's arrays before the forward pass, and ``substitutes``
-    those that replaced its parameters. If the forward pass itself assigned an array to
-    a parameter, the array stays, unless ``substitutes`` is None. Non-finite buffers are
-    restored because BatchNorm's running statistics would otherwise stay inf or NaN.
-    """
-    ids = None if substitutes is None else set(map(id, substitutes))
-    writes: Writes = []
-    for box, key, old in places:
-        new: Any = box.get(key) if isinstance(box, dict) else box[key]
-        if id(old) in trained:
-            if ids is None or id(new) in ids:
-                writes.append((box, key, old))
-            continue
-        is_replaced = new is not old and isinstance(new, mx.array)
-        if is_replaced and new.shape == old.shape and is_floating(new):
-            safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
-            writes.append((box, key, safe))
-    commit(writes)
-
-
-def writable_arrays(model: nn.Module) -> Writes:
-    """Return (container, key, array) for each model array that is not in a tuple."""
-    found = slots(model)
-    return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
-
-
-def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
-    """Return ``x`` with a backward pass that unscales its gradient and records this."""
-    if not isinstance(x, mx.array) or not is_floating(x):
-        return x
-    token = object()
-
-    def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
-        if token in unscaled:
-            raise RuntimeError(
-                "A loss from scale_loss() cannot be differentiated twice: the result "
-                "would be wrong by a factor of the scale. Differentiate the result of "
-                "value_and_grad(), or the original loss, instead."
-            )
-        unscaled.add(token)
-        return unscale_leaf(cotangent, inverse)
-
-    return _with_gradient(x, inverse, unscale_gradient)
+def _is_zero(gradient: mx.array) -> bool:
+    try:
+        return not mx.any(gradient).item()
+    except (RuntimeError, ValueError):  # a tracer from mx.compile
+        return False
 
 
 def _with_gradient(
-    x: mx.array, factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array]
+    factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array], x: Any
 ) -> Any:
-    """Return ``x`` with ``gradient(cotangent, factor)`` as its backward pass."""
+    """Return a floating array with ``gradient(cotangent, factor)`` as its gradient."""
+    if not isinstance(x, mx.array) or not is_floating(x):
+        return x
     identity = mx.custom_function(lambda x, factor: x)
     zero = mx.zeros_like(factor)
     identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
     return identity(x, factor)
 
 
-def unscale(scaled: Any, inverse: mx.array) -> Any:
-    """Lazily unscale gradients that are still scaled; the results refer to them."""
-    unscaled = tree_map(Unscaled, _unscale(scaled, inverse))
-    for gradient, source in zip(leaves(unscaled), leaves(scaled), strict=True):
-        if (origin := getattr(source, "source", None)) is not None:
-            gradient[...] = source  # which is unscaled already
-        alias = source.astype(source.dtype)  # the user may change the source in place
-        gradient.source = origin or (alias, inverse)
-    return unscaled
+def unscale(gradients: Any, inverse: mx.array) -> Any:
+    """Lazily unscale a tree of scaled gradients; lazy gradients stay unscaled."""
+    arrays, unscaled = leaves(gradients), []
+    for scaled, x in zip(arrays, _unscale_arrays(arrays, inverse), strict=True):
+        known = scaled.source if isinstance(scaled, LazyGradient) else None
+        gradient = LazyGradient(x if known is None else scaled)
+        # An alias, because the user may change the scaled gradient in place.
+        gradient.source = known or (scaled.astype(scaled.dtype), inverse)
+        unscaled.append(gradient)
+    # next() gets the old leaf as its default and never returns it.
+    return tree_map(partial(next, iter(unscaled)), gradients)
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
@@ -359,33 +308,29 @@ def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
     return tree[0]
 
 
+# Over a list: mx.compile does not tell a tree of lists from one of tuples.
 @mx.compile
-def _unscale(gradients: Any, inverse: mx.array) -> Any:
-    inverses = each_use(inverse)
-    return tree_map(lambda g: unscale_leaf(g, next(inverses)), gradients)
+def _unscale_arrays(scaled: list[mx.array], inverse: mx.array) -> list[mx.array]:
+    return list(map(unscale_array, scaled, each_use(inverse)))
 
 
-def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
+def unscale_array(scaled: mx.array, inverse: mx.array) -> mx.array:
     """Unscale a floating-point gradient in float32, replacing inf with NaN.
 
     Elementwise clipping would turn inf into a finite value, and the step would be
     applied. NaN survives clipping, accumulation and averaging.
     """
-    if not is_floating(gradient):
-        return gradient
-    gradient = to_float32(gradient) * inverse
+    if not is_floating(scaled):
+        return scaled
+    unscaled = to_float32(scaled) * inverse
     # Bit-identical for finite values, including -0.0; inf minus inf is NaN.
-    return gradient - (gradient - gradient)
+    return unscaled - (unscaled - unscaled)
 
 
-def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield an array over and over, as a fresh alias after every 512 uses.
-
-    Compiling takes time quadratic in the number of uses of one array.
-    """
-    while True:
-        yield from repeat(array, 512)
-        array = mx.depends(array, array)
+_unscale_and_scale_next: Any = mx.custom_function(unscale_array)
+# An unscaled gradient is an output like the loss: what differentiates it is scaled in
+# turn, by inverse * scale, until it reaches an array that unscales its gradient.
+_unscale_and_scale_next.vjp(lambda primals, cotangent, _: (cotangent, 0 * primals[1]))
 
 
 def loss_of(outputs: Any) -> mx.array:
@@ -404,7 +349,7 @@ def loss_of(outputs: Any) -> mx.array:
     return loss
 
 
-def with_loss(outputs: Any, loss: mx.array) -> Any:
+def replace_loss(outputs: Any, loss: mx.array) -> Any:
     """Return the output of a loss function with its loss replaced."""
     if hasattr(outputs, "_fields"):
         return type(outputs)(loss, *outputs[1:])
@@ -418,8 +363,3 @@ def refuse_scaled(loss_fn: Any) -> None:
             "This loss function was returned by scale_loss() and would be scaled "
             "twice. Pass the original function."
         )
-
-
-def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must treat ``x`` (a model, say) as a leaf."""
-    return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

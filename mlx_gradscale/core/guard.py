@@ -5,7 +5,7 @@ step, and ``Plan`` commits them all at once.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +15,9 @@ import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
-from .finite import all_finite_times, is_finite_magnitude, is_floating
-from .gradients import each_use
+from . import fusion
+from .finite import all_finite_times, is_finite_magnitude
+from .gradients import LazyGradient
 from .masters import (
     HALF,
     Joined,
@@ -30,14 +31,37 @@ from .optimizers import (
     autocompiled,
     borrowed,
     is_builtin,
-    parts,
     scheduled_values,
+    split,
     split_paths,
 )
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot, walk
+from .trees import (
+    Leaf,
+    Writes,
+    commit,
+    flatten,
+    is_floating,
+    restore,
+    slots,
+    snapshot,
+    walk,
+)
 
 Stored = dict[str, mx.array]
+
+
+class Participant(NamedTuple):
+    """An optimizer that a scaler steps, and what ``LossScaleOptimizer`` adds to it."""
+
+    optimizer: Optimizer
+    ranks: Ranks
+    # Initialize the optimizer, given the gradients and the model or parameter tree.
+    needs_init: Callable[[], bool]
+    init: Callable[[Any], None]
+    masters: Masters | None = None
+    # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
+    norms: dict[str, Any] | None = None
 
 
 class Inspected(NamedTuple):
@@ -53,26 +77,16 @@ class Inspected(NamedTuple):
     applied: mx.array
 
 
-def casts_first() -> bool:
-    """Return whether to unscale half-precision gradients in a separate kernel.
-
-    On a CPU, a cast inside the update kernel compiles to scalar code. In a benchmark,
-    a step then took 1.55 times as long as the bare optimizer, instead of 1.29 times. On
-    a GPU, a float32 copy would move 8 more bytes per parameter.
-    """
-    return mx.default_device() == mx.Device(mx.cpu)
-
-
 def inspect(
-    leaves: list[Leaf],
-    ranks: Ranks,
-    max_norm: mx.array | None = None,
-    were_finite: mx.array | None = None,
+    leaves: list[Leaf], participant: Participant, were_finite: mx.array | None
 ) -> Inspected:
     """Lazily check whether all gradients are finite, and compute a clipping factor.
 
-    ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one.
+    ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one. A
+    gradient that was non-finite then may have been clipped since.
     """
+    ranks, norms = participant.ranks, participant.norms
+    casts_first = fusion.casts_first()
     gradients: dict[str, mx.array] = {}
     scaled: dict[str, mx.array] = {}
     others: dict[str, mx.array] = {}
@@ -80,29 +94,30 @@ def inspect(
     is_scaled: set[str] = set()
     for leaf in leaves:
         gradients[leaf.path] = leaf.gradient
-        source = getattr(leaf.gradient, "source", None)
+        g = leaf.gradient
+        source = g.source if isinstance(g, LazyGradient) else None
         if source is not None and inverse is None:
             inverse = source[1]
         if source is None or source[1] is not inverse:
             others[leaf.path] = leaf.gradient
             continue
         scaled[leaf.path] = source[0]
-        if source[0].dtype in HALF and casts_first():
-            # mx.contiguous ends the fused kernel without a copy. Without it, mx.compile
-            # would merge the cast with the update.
-            gradients[leaf.path] = mx.contiguous(leaf.gradient, allow_col_major=True)
+        if casts_first and source[0].dtype in HALF:
+            gradients[leaf.path] = fusion.end_kernel(leaf.gradient)
         else:
             gradients[leaf.path] = source[0]
             is_scaled.add(leaf.path)
-    if max_norm is None:
+    if norms is None:
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        applied = ranks.agree(finite if were_finite is None else finite & were_finite)
+        applied = finite if ranks.is_single else ranks.agree(finite)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(scaled, inverse, others)
-        clip = mx.minimum(max_norm / (norm + 1e-6), 1.0)
+        clip = mx.minimum(norms["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
+    if were_finite is not None:
+        applied = applied & ranks.agree(were_finite, is_averaged=False)
     return Inspected(gradients, is_scaled, inverse, clip, norm, applied)
 
 
@@ -131,7 +146,7 @@ class Plan:
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
 
 
-class _Arrays(NamedTuple):
+class _Inputs(NamedTuple):
     """The arrays that a step reads; the dicts are keyed by parameter path."""
 
     gradients: dict[str, mx.array]
@@ -143,11 +158,7 @@ class _Arrays(NamedTuple):
 
 
 def plan(
-    optimizer: Optimizer,
-    gradients: Any,
-    leaves: list[Leaf],
-    inspected: Inspected,
-    masters: Masters | None = None,
+    participant: Participant, gradients: Any, leaves: list[Leaf], inspected: Inspected
 ) -> Plan:
     """Compute the results of a step of an initialized optimizer.
 
@@ -155,8 +166,11 @@ def plan(
     bit-identical to the old ones. Nothing changes until the plan is committed, except
     that an eager step of a third-party optimizer changes the optimizer's own state.
     """
+    optimizer, masters = participant.optimizer, participant.masters
     result = Plan(gradients, leaves)
-    arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
+    if participant.norms is not None:
+        result.writes.append((participant.norms, "grad_norm", inspected.norm))
+    arrays = _Inputs({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
     for path, _, _, parameter, gradient in leaves:
         # Never step integer parameters, even if clipping by hand has made their
         # gradients floating-point.
@@ -180,9 +194,9 @@ def plan(
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
-        split = split_paths(optimizer, gradients)
+        owners = split_paths(optimizer, gradients)
         # Arrays are passed by position, so a state in another order needs a new trace.
-        order = [list(arrays.gradients), [where for where, *_ in places], split]
+        order = [list(arrays.gradients), [where for where, *_ in places], owners]
         run = autocompiled(make_run, optimizer, (order, inspected.scaled))
         state, new = run(old, scheduled_values(optimizer), arrays)
     elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
@@ -211,10 +225,10 @@ def _run(
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
-    arrays: _Arrays,
+    arrays: _Inputs,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
     """Step on the device, select old or new values, and roll the optimizer back."""
-    arrays = _Arrays(*arrays)
+    arrays = _Inputs(*arrays)
     with borrowed(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
@@ -228,7 +242,7 @@ def _run(
                 "init_single() and store only arrays."
             )
         # A parameter and its moments share a flag, so that their kernel reads only one.
-        flags = dict(zip(gradients, each_use(arrays.applied), strict=False))
+        flags = dict(zip(gradients, fusion.each_use(arrays.applied), strict=False))
         moments: dict[str, list[mx.array]] = {path: [] for path in gradients}
         selected: list[mx.array] = []
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
@@ -236,7 +250,8 @@ def _run(
             check_shape(".".join(map(str, where)), old.shape, now[where].shape)
             # An unused moment, as in SGD without momentum, needs no select. Third-party
             # optimizers may modify arrays in place, so their moments are all selected.
-            if now[where] is alias and is_builtin(optimizer):
+            # An empty array needs no kernel either, and Metal may abort on one.
+            if not old.size or (now[where] is alias and is_builtin(optimizer)):
                 selected.append(old)
                 continue
             owner = _owner(where)
@@ -245,14 +260,14 @@ def _run(
             moments.get(owner, []).append(selected[-1])
         new = {}
         for path, gradient in gradients.items():
-            before = arrays.parameters[path], arrays.stored[path], masters[path]
-            after = stepped[path], gradient, moments[path]
-            new[path] = _select_parameter(flags[path], *before, *after)
+            arrived = stepped[path], gradient, moments[path]
+            left = arrays.parameters[path], arrays.stored[path], masters[path]
+            new[path] = _select(flags[path], *arrived, *left)
         return selected, new
 
 
 def _run_on_host(
-    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
+    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Inputs
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Step a third-party optimizer eagerly; restore its state if it raises."""
     saved = snapshot(optimizer.state)
@@ -269,7 +284,7 @@ def _run_on_host(
 
 
 def _step(
-    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
+    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Inputs
 ) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
     """Return master weights, unscaled gradients and new float32 parameters, by path."""
 
@@ -282,14 +297,14 @@ def _step(
         for path, parameter in arrays.parameters.items()
     }
     full = tree({path: _alias(x.master) for path, x in masters.items()})
-    gradients = _unscaled(scaled, optimizer, arrays)
+    gradients = _unscale(scaled, optimizer, arrays)
     if not is_builtin(optimizer):
         # Pass zeros if the step is skipped: an SVD, for example, may raise on NaN.
         gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, own in parts(optimizer, tree(gradients)):
+    for part, own in split(optimizer, tree(gradients)):
         try:
             new = dict(flatten(part.apply_gradients(own, full)))
             for path, x in new.items():
@@ -306,12 +321,17 @@ def _step(
     return masters, gradients, stepped
 
 
-def _unscaled(
-    scaled: set[str], optimizer: Optimizer, arrays: _Arrays
+def _unscale(
+    scaled: set[str], optimizer: Optimizer, arrays: _Inputs
 ) -> dict[str, mx.array]:
     inverse, clip = arrays.inverse, arrays.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
-    factors = {True: _factors(optimizer, factor), False: _factors(optimizer, clip)}
+    n_moments = Counter(_owner(where) for where, _, _ in slots(optimizer.state))
+    has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
+    factors = {
+        is_scaled: fusion.factors(each, has_one_moment)
+        for is_scaled, each in ((True, factor), (False, clip))
+    }
     unscaled = {}
     for path, g in arrays.gradients.items():
         g, times = to_float32(g), next(factors[path in scaled], None)
@@ -319,22 +339,6 @@ def _unscaled(
             g = g * mx.broadcast_to(times, g.shape).astype(mx.float32)
         unscaled[path] = g
     return unscaled
-
-
-def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
-    """Yield the factor for each gradient; yield nothing if ``factor`` is None."""
-    if factor is None:
-        return
-    n_moments = Counter(_owner(where) for where, _, _ in slots(optimizer.state))
-    has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
-    if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
-        yield from each_use(factor)
-    # GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An
-    # update with one moment and a float32 factor has 11. With a float64 factor, Lion
-    # takes 1.0 instead of 6.7 times as long as the bare optimizer. Each leaf gets its
-    # own array; otherwise MLX would compute the cast once, as a full array.
-    for exact in each_use(factor.astype(mx.float64)):
-        yield mx.depends(exact, [])
 
 
 def _alias(x: mx.array) -> mx.array:
@@ -355,46 +359,38 @@ def _owner(where: tuple[Any, ...]) -> str:
     return ".".join(map(str, where[:-1]))
 
 
-def _select_parameter(
+def _select(
     applied: mx.array,
-    parameter: mx.array,
-    stored: Stored,
-    old: Joined,
     new: mx.array,
     gradient: mx.array,
     moments: list[mx.array],
+    parameter: mx.array,
+    stored: Stored,
+    old: Joined,
 ) -> tuple[mx.array, Stored]:
-    """Select the new or the old value of a parameter and of its master weight."""
+    """Select the new or the old value of a parameter and of its master weight.
+
+    ``new`` is the float32 result of the step. The moments and the gradient are here
+    only to be in the same kernel: see :mod:`~mlx_gradscale.core.fusion`.
+    """
+    if not parameter.size:
+        return parameter, stored
     moments = [x for x in moments if x.shape == parameter.shape]
-    dtype, rounded = parameter.dtype, new.astype(parameter.dtype)
     if "remainders" in stored:
+        rounded = new.astype(parameter.dtype)
         remainder = entries(new, rounded, stored)["remainders"]
         remainder = mx.where(applied, remainder, stored["remainders"])
-        # The innermost first. Where the walk would get deeper than 11 operations, it
-        # starts again: at the rounded weight in float32, at the parts of the old one.
-        others = [gradient, *old.parts, old.master, *moments, to_float32(rounded)]
-        both = mx.where(applied, rounded, remainder.astype(dtype))
-        return _select(applied, both, parameter, others), {"remainders": remainder}
+        # From the new to the old weight, this graph is about 25 deep. The gradient is
+        # innermost because it is one array until it joins, and then two, with its
+        # factor: AdamW with bias correction and bfloat16 moments has 23 of 24.
+        both = mx.where(applied, rounded, remainder.astype(parameter.dtype))
+        others = [gradient, *old.steps, old.master, *moments, to_float32(rounded)]
+        weight = fusion.select(applied, both, parameter, others)
+        return weight, {"remainders": remainder}
     if stored:
         # Select in a skipped step too, because a replaced weight is its own master.
         new = mx.where(applied, new, old.master)
-        rounded = new.astype(dtype)
-    weight = _select(applied, rounded, parameter, moments)
+    # The last moment is outermost because AdaDelta computes u from v.
+    rounded = new.astype(parameter.dtype)
+    weight = fusion.select(applied, rounded, parameter, moments)
     return weight, entries(new, weight, stored)
-
-
-def _select(
-    applied: mx.array, new: mx.array, old: mx.array, others: list[mx.array]
-) -> mx.array:
-    """Return ``where(applied, new, old)``, as a common root of ``others``.
-
-    ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and adds a node
-    only after all of its consumers. All ``others`` are therefore operands of the root,
-    in branches that are never taken: where ``old`` is selected, ``applied`` is false.
-    This gives one kernel per parameter, not five. The last of ``others`` is outermost.
-    """
-    for x in others:
-        # Stay in the parameter's own dtype: a round trip through float32 flushes
-        # bfloat16 subnormals on Apple GPUs and changes the bits of a float16 NaN.
-        old = mx.where(applied, x.astype(old.dtype), old)
-    return mx.where(applied, new, old)

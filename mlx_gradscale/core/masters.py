@@ -17,8 +17,9 @@ error (tests try every weight):
 - bfloat16: at most one float32 ulp, usually zero, up to 2**110, where products
   overflow. Half a bfloat16 ulp is 2**15 float32 ulps, but has only 32,766 steps.
 
-A joined master weight always rounds to its weight. If the stored remainder would not
-give such a value, the user has replaced the weight, and the weight is its own master.
+A joined master weight always rounds to its weight: where weight and remainder would not
+give such a value, the weight is its own master. A weight that the user replaces keeps
+its old remainder otherwise, so its master weight is at most half an ulp off.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,7 +41,7 @@ class Joined(NamedTuple):
     """A float32 master weight and any intermediate results of a join, first to last."""
 
     master: mx.array
-    parts: tuple[mx.array, ...] = ()
+    steps: tuple[mx.array, ...] = ()
 
 
 def to_float32(x: mx.array) -> mx.array:
@@ -77,11 +78,11 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
     value = to_float32(weight)
     if weight.dtype not in HALF:
         return Joined(value)
-    unit, part = _unit(value, weight.dtype)
+    unit, start = _unit(value, weight.dtype)
     master = value + remainder.astype(mx.float32) / _STEPS[weight.dtype] * unit
     rounded = master.astype(weight.dtype)
     fits = to_float32(rounded) == value
-    return Joined(mx.where(fits, master, value), (part, rounded))
+    return Joined(mx.where(fits, master, value), (start, rounded))
 
 
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -22,6 +21,19 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level + 1)
 
 
+class WarnOnce:
+    """Warn once per key."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def __call__(self, key: str, message: str) -> None:
+        """Warn at the user's line unless there was a warning with this key."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warn_user(message)
+
+
 class SkipWatch:
     """Warn about 50 skipped steps in a row, or about a very small scale.
 
@@ -33,7 +45,7 @@ class SkipWatch:
         self._earlier: list[mx.array] = []
         self._latest: list[mx.array] = []
 
-    def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
+    def look(self, state: dict[str, mx.array], warn_once: WarnOnce) -> None:
         """Record the skip counter and, every 50 updates, check earlier values."""
         self._latest.append(state["consecutive_skips"])
         if len(self._latest) < SKIPS_TO_WARN:
@@ -45,16 +57,19 @@ class SkipWatch:
         except (RuntimeError, ValueError):  # a tracer from mx.compile
             return
         if max(counts) >= SKIPS_TO_WARN:
-            warn(
+            warn_once(
+                "skips",
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
                 "non-finite gradients, so the model is not training. To find the "
                 "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
-                "loss_fn, *batch)."
+                "loss_fn, *batch).",
             )
         elif scale < LOW_SCALE:
-            warn(
+            warn_once(
+                "low scale",
                 f"At a loss scale of {scale:.2g}, gradients below "
-                f"{2.0**-25 / scale:.1g} underflow to zero in float16. Once overflows "
-                "have stopped, reset the scale with scaler.update(65536.0). To keep it "
-                "from falling this far, create GradScaler(min_scale=1.0)."
+                f"{2.0**-25 / scale:.1g} underflow to zero in float16. If some batches "
+                "contain NaN, filter them out, or create GradScaler(min_scale=1.0) to "
+                "keep the scale from falling this far. Once overflows have stopped, "
+                "reset it with scaler.update(65536.0).",
             )

@@ -11,7 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import all_finite
-from .guard import Plan, inspect, plan
+from .guard import Participant
 from .masters import HALF, Masters
 from .optimizers import (
     check_supported,
@@ -19,12 +19,13 @@ from .optimizers import (
     initialize,
     is_builtin,
     needs_init,
+    refuse_multi_optimizer,
     single_optimizers,
 )
 from .ranks import Ranks, Sharded
-from .scale import FIELDS, clamp_and_check, read
-from .scaler import GradScaler, check_model
-from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot, walk
+from .scale import FIELDS, TORCH_KEYS, clamp_and_check, read_field
+from .scaler import GradScaler
+from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot
 
 # The scaler loads its own fields, and loading a state does not change max_grad_norm.
 _NOT_LOADED = ("scaler.", "max_grad_norm")
@@ -105,12 +106,13 @@ class LossScaleOptimizer(Optimizer):
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
         limit = mx.array(float(max_grad_norm or "inf"))
-        self._make_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
+        self._share_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
 
-    def _make_state(self, norms: dict[str, mx.array]) -> None:
+    def _share_state(self, norms: dict[str, mx.array]) -> None:
+        """Make the state from the dicts of the optimizer, scaler and master weights."""
         parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
-        self._state: _State = _State(parts | self._masters.state | norms)
-        self._state.owner = self.optimizer
+        self._state = _State(self.optimizer, parts | self._masters.state | norms)
+        self._scaler._add_user(self)
 
     def _norms(self) -> dict[str, mx.array]:
         return {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -138,6 +140,7 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
+        refuse_multi_optimizer()
         if not self._ranks.is_single:
             parts = list(single_optimizers(self.optimizer))
             inner = fingerprint(self.optimizer, None) or list(map(type, parts))
@@ -153,7 +156,6 @@ class LossScaleOptimizer(Optimizer):
                     self._masters.add(path, x)
             if loaded is not None:
                 self._write(loaded)
-                initialize(self.optimizer, parameters)  # for lists: see _set_inner()
         except BaseException:
             restore(before)
             raise
@@ -173,11 +175,8 @@ class LossScaleOptimizer(Optimizer):
             gradients (Any): The gradients. They must be unscaled, unless they come from
                 :meth:`GradScaler.scale`.
         """
-        check_model(model, "update", "apply_gradients()")
-        if self._needs_init():
-            self.init(model.trainable_parameters())
-        self._plan(gradients, model).commit_to_model()
-        self._scaler._end_iteration()
+        self._scaler._refuse_if_shared()
+        self._scaler.minimize(self, model, gradients)
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
         """Like :meth:`update`, but take and return a tree of parameters.
@@ -185,30 +184,19 @@ class LossScaleOptimizer(Optimizer):
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``gradients``.
         """
-        new = self._plan(gradients, parameters).commit()
-        self._scaler._end_iteration()
+        refuse_multi_optimizer()
+        self._scaler._refuse_if_shared()
+        new = self._scaler.apply_gradients(self, gradients, parameters)
+        self._scaler.update()
         return new
 
-    def _plan(self, gradients: Any, parameters: Any) -> Plan:
-        scaler = self._scaler
-        gradients = scaler._unscaled(gradients, self, self.optimizer)
-        if self._ranks.average:
-            gradients = self._ranks.averaged(gradients)
-        leaves = match(gradients, parameters)
-        if self._needs_init():
-            by_path = {leaf.path: leaf.parameter for leaf in leaves}
-            self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
-        scaler._check_leaves(leaves)
-        max_norm = self._state["max_grad_norm"] if self._clips else None
-        inspected = inspect(leaves, self._ranks, max_norm)
-        if not scaler._enabled:
-            inspected = inspected._replace(applied=mx.array(True))
-        planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
-        if scaler._enabled:
-            planned.writes += scaler._writes(inspected.applied, inspected.applied)
-        if inspected.norm is not None:
-            planned.writes.append((self._state, "grad_norm", inspected.norm))
-        return planned
+    def _participant(self) -> Participant:
+        """Return what :meth:`GradScaler.step` needs to know about this optimizer."""
+        norms = self._state if self._clips else None
+        first_steps = self._needs_init, self.init
+        return Participant(
+            self.optimizer, self._ranks, *first_steps, self._masters, norms
+        )
 
     def _needs_init(self) -> bool:
         return not self._initialized or (self._has_state and needs_init(self.optimizer))
@@ -261,18 +249,26 @@ class LossScaleOptimizer(Optimizer):
             masters (Any): The float32 values that the parameters were rounded from, in
                 the same structure. Parameters may be left out.
         """
-        for leaf in match(masters, parameters, "master weight"):
-            if leaf.parameter.dtype in HALF:
-                self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
+        found = match(masters, parameters, "master weight")
+        found = [leaf for leaf in found if leaf.parameter.dtype in HALF]
+        for path, _, _, weight, master in found:
+            rounded = master.astype(mx.float32).astype(weight.dtype)
+            if not mx.array_equal(rounded, weight, equal_nan=True):
+                raise ValueError(
+                    f"The master weights of {path!r} do not round to the parameter. "
+                    "Set the parameter first, or leave out its master weights."
+                )
+        for path, _, _, weight, master in found:
+            self._masters.set(path, master, weight)
 
     @property
     def state(self) -> dict[str, Any]:
         """The tree of arrays to save and to pass to ``mx.compile``.
 
-        Assigning a saved state replaces the arrays in the existing dicts, except
-        ``max_grad_norm``. If you assign it before calling :meth:`init`, :meth:`init`
-        checks it against the parameters. A plain optimizer's state is assigned to the
-        inner optimizer. Assigning ``{}`` frees moments and master weights, but a
+        Assigning a saved state, or that of a plain optimizer, replaces the arrays in
+        the existing dicts, except ``max_grad_norm``. If you assign it before calling
+        :meth:`init`, :meth:`init` checks it against the parameters. Assigning ``{}``
+        frees moments and master weights, until you assign the old state again; a
         compiled step keeps the old state. Keys like "step" are the inner optimizer's.
         """
         # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
@@ -283,59 +279,30 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if not state:
-            self._free()
-        elif isinstance(state, _State) and state.owner is self.optimizer:
+            blank: dict[str, Any] = {name: {} for name in self._masters.state}
+            blank["optimizer"] = _without_moments(self.optimizer.state)
+            state = _State(self.optimizer, self._state | blank)
+        if isinstance(state, _State) and state.owner is self.optimizer:
             self._attach(state)
-        elif any(str(key).partition(".")[0] == "scaler" for key in state):
-            self._load(dict(tree_flatten(state)))
         else:
-            self._set_inner(state)
-
-    def _free(self) -> None:
-        # Create new dicts, because the user may keep the old ones to assign again.
-        self._masters.state = {name: {} for name in self._masters.state}
-        for part in single_optimizers(self.optimizer):
-            kept = ("step", "learning_rate")
-            part.state = {k: part.state[k] for k in kept if k in part.state}
-        self._make_state(self._norms())
-        self._initialized = self._is_loaded = False
+            self._load(dict(tree_flatten(state)))
 
     def _attach(self, state: "_State") -> None:
+        """Use another state of this optimizer instead of the current one."""
         if state is not self._state:
             self._state = state
             self._masters.state = {name: state[name] for name in self._masters.state}
             self.optimizer.state = state["optimizer"]
-            self._initialized = False  # init() keeps this state
-
-    def _set_inner(self, state: dict[str, Any]) -> None:
-        # Compiled steps have captured the dicts, and read arrays by position.
-        states = state.get("states", [state])
-        parts = list(single_optimizers(self.optimizer))
-        if len(states) != len(parts):
-            raise ValueError(
-                f"The state has {len(states)} inner optimizers, but this optimizer has "
-                f"{len(parts)}. {_SAME}"
-            )
-        for part, own in zip(parts, states, strict=True):
-            places = [place for place, _ in walk(part.state)]
-            new = {path: value for (path, _, _), value in walk(own)}
-            if new.keys() == {path for path, _, _ in places}:
-                commit((box, key, new[path]) for path, box, key in places)
-            else:
-                for key in part.state.keys() - own.keys():
-                    if isinstance(part.state[key], CONTAINERS):
-                        del part.state[key]
-                part.state.update(own)
-        # A saved list ends at its last array. init() adds entries for frozen layers.
-        self._initialized = False
+            self._initialized = self._is_loaded = False  # init() keeps this state
 
     def _load(self, loaded: dict[str, Any]) -> None:
         """Load a flat state, except ``max_grad_norm``, or raise and change nothing."""
-        loaded.pop("max_grad_norm", None)
-        scaler = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
-        for name, x in scaler.items():
-            _check_same(f"scaler.{name}", self.scaler.state[name], x)
-        fields = clamp_and_check(read(scaler))
+        is_own = any(f"scaler.{name}" in loaded for name in FIELDS)
+        if is_own:
+            loaded.pop("max_grad_norm", None)
+            fields = self._take_fields(loaded)
+        else:  # a plain optimizer's
+            loaded = {f"optimizer.{path}": x for path, x in loaded.items()}
         if not any(path.startswith("optimizer.") for path in loaded):
             raise ValueError(f"The state has no arrays in 'optimizer'. {_SAME}")
         for path, x in loaded.items():
@@ -345,11 +312,30 @@ class LossScaleOptimizer(Optimizer):
         # Evaluate now, while the file exists, and not inside a trace.
         mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
         if self._initialized:
-            self._write(loaded)
+            kept = {} if is_own else self._flat(but=("optimizer.",))
+            self._write(kept | loaded)
         else:
             self._adopt(loaded)
-            self._is_loaded = True
-        self.scaler._fill(fields)
+            self._is_loaded = is_own
+        if is_own:
+            self.scaler._fill(fields)
+
+    def _take_fields(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Remove the scaler's fields and return them, with defaults for later ones."""
+        fields = {}
+        for name, (_, default) in FIELDS.items():
+            x = loaded.pop(f"scaler.{name}", None)
+            if x is None and name not in TORCH_KEYS.values():
+                fields[name] = default
+            else:
+                _check_same(f"scaler.{name}", self.scaler.state[name], x)
+                fields[name] = read_field(name, x)
+        return clamp_and_check(fields)
+
+    def _flat(self, but: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return all entries that a load replaces, by path."""
+        but = (*but, *_NOT_LOADED)
+        return {p: x for p, x in tree_flatten(self.state) if not p.startswith(but)}
 
     def _write(self, loaded: dict[str, Any]) -> None:
         """Write loaded values to the state, or raise if they do not match it."""
@@ -371,7 +357,14 @@ class LossScaleOptimizer(Optimizer):
 
     def _adopt(self, loaded: dict[str, Any]) -> None:
         """Write loaded values to the state without comparing them with its arrays."""
-        self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
+        inner = tree_unflatten(list(loaded.items()))["optimizer"]
+        there, here = map(_n_optimizers, (inner, self.optimizer.state))
+        if there != here:
+            raise ValueError(
+                f"The state has {there} inner optimizers, but this optimizer has "
+                f"{here}. {_SAME}"
+            )
+        _merge(inner, self.optimizer.state)
         for path, x in loaded.items():
             name, _, own_path = path.partition(".")
             if name in self._masters.state:
@@ -382,13 +375,13 @@ class LossScaleOptimizer(Optimizer):
 
         The values come from :attr:`state`, where ``mx.compile`` may have put tracers.
         """
-        found = tree_flatten(self.state)
+        found = self._flat()
         for box in self._masters.state.values():
             box.clear()
         for part in single_optimizers(self.optimizer):
             for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
                 del part.state[key]
-        return {path: x for path, x in found if not path.startswith(_NOT_LOADED)}
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_state": self._norms()}
@@ -396,7 +389,7 @@ class LossScaleOptimizer(Optimizer):
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled)
         # Share the dicts of the optimizer, the scaler and the master weights.
-        self._make_state(pickled["_state"])
+        self._share_state(pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "optimizer" not in vars(self):
@@ -441,7 +434,9 @@ class GuardedOptimizer(LossScaleOptimizer):
 class _State(dict[str, Any]):
     """A wrapper's state; keys that it lacks refer to the inner optimizer's state."""
 
-    owner: Optimizer
+    def __init__(self, owner: Optimizer, entries: dict[str, Any]):
+        super().__init__(entries)
+        self.owner = owner
 
     def __reduce__(self) -> Any:  # a copy is a plain dict
         return dict, (dict(self),)
@@ -460,9 +455,30 @@ class _State(dict[str, Any]):
             part.state[key] = value
 
 
+def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
+    if "states" in state:  # of a MultiOptimizer
+        return {"states": [_without_moments(part) for part in state["states"]]}
+    return {k: x for k, x in state.items() if not isinstance(x, CONTAINERS)}
+
+
+def _n_optimizers(state: dict[str, Any]) -> int:
+    return sum(map(_n_optimizers, state["states"])) if "states" in state else 1
+
+
+def _merge(new: Any, old: Any) -> None:
+    """Write a tree into the dicts and lists of another one, as far as those exist."""
+    for key, value in new.items() if isinstance(new, dict) else enumerate(new):
+        is_there = key in old if isinstance(old, dict) else key < len(old)
+        if is_there and isinstance(value, CONTAINERS) and value:
+            _merge(value, old[key])
+        else:
+            old[key] = value
+
+
 def _check_norm(value: Any) -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not value > 0:
+    # The limit is a float32 array, where 1e-46 is zero.
+    if not is_number or not value >= 2.0**-149:
         raise ValueError(f"max_grad_norm must be a positive number, got {value!r}.")
 
 

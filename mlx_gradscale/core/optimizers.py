@@ -4,6 +4,7 @@ No other file in the core uses private attributes of the optimizers that it step
 MLX renames one, tests/core/test_structure.py fails.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,8 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
-from .finite import is_floating
 from .masters import HALF, to_float32
-from .trees import flatten, restore, slots, snapshot
+from .trees import flatten, is_floating, restore, slots, snapshot
 
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
@@ -29,10 +29,10 @@ def check_supported(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {kind.__name__}.")
-    if hasattr(kind, "scaler"):
+    if is_wrapper(optimizer):
         raise TypeError(
-            "A LossScaleOptimizer has its own scaler, so it cannot be wrapped or used "
-            "with another GradScaler. Call its own update(model, grads)."
+            "A LossScaleOptimizer cannot be wrapped, or be part of a MultiOptimizer. "
+            "Wrap the MultiOptimizer: LossScaleOptimizer(MultiOptimizer([...]))."
         )
     bypassed: dict[str, Any] = {"update": Optimizer.update}
     if isinstance(optimizer, MultiOptimizer):
@@ -40,12 +40,24 @@ def check_supported(optimizer: Any) -> None:
         for part in optimizer.optimizers:
             check_supported(part)
     for name, method in bypassed.items():
-        if getattr(kind, name) is not method:
+        if getattr(kind, name) is not method or name in vars(optimizer):
             inner = " of its inner optimizers" if len(bypassed) > 1 else ""
             raise TypeError(
                 f"{kind.__name__} overrides {name}(), which mlx_gradscale does not "
                 f"call. Implement the step in apply_gradients(){inner} instead."
             )
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Return whether an optimizer is a ``LossScaleOptimizer``."""
+    return hasattr(type(optimizer), "_participant")
+
+
+def refuse_multi_optimizer() -> None:
+    """Raise if the caller's caller is a ``MultiOptimizer``."""
+    caller = sys._getframe(2).f_locals.get("self")
+    if isinstance(caller, MultiOptimizer):
+        check_supported(caller)
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
@@ -68,12 +80,12 @@ def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield optimizer
 
 
-def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
+def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     """Yield each single optimizer with the part of a tree that it updates."""
     if isinstance(optimizer, MultiOptimizer):
         trees = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, trees, strict=True):
-            yield from parts(inner, part)
+            yield from split(inner, part)
     else:
         yield optimizer, tree
 
@@ -82,7 +94,7 @@ def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
     """List the paths that each part of a ``MultiOptimizer`` updates; [] for others."""
     if not isinstance(optimizer, MultiOptimizer):
         return []
-    return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
+    return [[path for path, _ in flatten(part)] for _, part in split(optimizer, tree)]
 
 
 def needs_init(optimizer: Optimizer) -> bool:
@@ -101,7 +113,7 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
     MLX initializes state in the dtype of the parameters. In float16, Adam's second
     moment would stay zero after a step with a gradient below 5e-3.
     """
-    for part, tree in parts(optimizer, parameters):
+    for part, tree in split(optimizer, parameters):
         if "step" not in part.state:
             part.state["step"] = mx.array(0, mx.uint64)
         part.init(tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree))

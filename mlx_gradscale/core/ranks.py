@@ -14,9 +14,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from .finite import global_norm, is_floating
+from .finite import global_norm
 from .masters import to_float32
-from .trees import flatten
+from .trees import flatten, is_floating
 
 Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
@@ -93,13 +93,15 @@ class Ranks:
             own.update(zip(paths, last, strict=True))
         return tree_map_with_path(lambda path, x: own.get(path, x), gradients)
 
-    def agree(self, finite: mx.array) -> mx.array:
+    def agree(self, finite: mx.array, is_averaged: bool = True) -> mx.array:
         """Return, on every rank, whether ``finite`` is true on all ranks.
+
+        ``is_averaged`` is false if the flag is of gradients before they are averaged.
 
         A single four-byte all-reduce sums the flags. A maximum of the gradients could
         lose a NaN, depending on the order of the ranks.
         """
-        if self._decides_alone:
+        if self.is_single or (self._decides_alone and is_averaged):
             return finite
         n_bad = mx.logical_not(finite).astype(mx.int32)
         return mx.distributed.all_sum(n_bad, group=self.group) == 0

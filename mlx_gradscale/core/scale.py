@@ -114,16 +114,20 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
     """Clamp a new scale; return the current one if an array holds an invalid value."""
-    is_array = isinstance(value, mx.array) and value.size == 1
-    if not (is_array and value.dtype != mx.bool_) and not _is_scale(value):
+    if isinstance(value, mx.array) and value.size == 1 and value.dtype != mx.bool_:
+        scale = value.astype(mx.float32).reshape(())
+        is_valid = mx.isfinite(scale) & (scale > 0)
+        clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
+        return mx.where(is_valid, clamped, state["scale"])
+    number = _as_number(value)
+    if not _is_number(number) or not 0 < number < 2.0**128:  # finite in float32
         raise ValueError(
             "new_scale must be a single positive number that is finite in float32, "
             f"got {value!r}."
         )
-    number = value if is_array else max(float(value), SMALLEST_SCALE)
-    scale = mx.array(number, mx.float32).reshape(())
-    clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
-    return mx.where(mx.isfinite(scale) & (scale > 0), clamped, state["scale"])
+    # A number below 2**-149 would be zero in float32.
+    scale = mx.array(max(float(number), SMALLEST_SCALE))
+    return mx.clip(scale, state["min_scale"], state["max_scale"])
 
 
 def as_array(name: str, value: Any) -> mx.array:
@@ -191,9 +195,8 @@ def _check_field(name: str, value: Any, label: str) -> None:
         raise ValueError(f"{label} must be {valid}, got {value}.")
 
 
-def _is_scale(value: Any) -> bool:
-    is_number = isinstance(value, _TYPES[mx.float32][0]) and not isinstance(value, bool)
-    return is_number and 0 < _as_number(value) < 2.0**128  # finite in float32
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _TYPES[mx.float32][0]) and not isinstance(value, bool)
 
 
 def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
@@ -201,9 +204,10 @@ def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
 
     A scale from PyTorch may be as large as 2**127.
     """
-    scales = {k: values[k] for k in _SCALES if _is_scale(values[k])}
-    least, most = SMALLEST_SCALE, LARGEST_SCALE
-    values = values | {k: min(max(x, least), most) for k, x in scales.items()}
+    for name in _SCALES:
+        x = values[name]
+        if _is_number(x) and 0 < x < 2.0**128:
+            values = values | {name: min(max(x, SMALLEST_SCALE), LARGEST_SCALE)}
     check(values)
     return values
 

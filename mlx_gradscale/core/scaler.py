@@ -1,9 +1,11 @@
 """``GradScaler``: PyTorch's loss scaler for MLX, without host syncs."""
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import mlx.core as mx
@@ -12,14 +14,16 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
 from . import scale as rule
-from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, refuse_scaled, unscale, unscale_in_place
-from .guard import Plan, inspect, plan
+from .finite import all_finite_times, arrays
+from .forward import Casting
+from .fusion import root_of
+from .gradients import Backward, refuse_scaled, unscale, unscale_in_place
+from .guard import Participant, Plan, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
-from .optimizers import check_supported, initialize, needs_init
+from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, match
+from .trees import Leaf, Writes, commit, is_floating, match
 
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
@@ -33,6 +37,7 @@ class _Stage:
     """The progress of one optimizer since the last ``update()``."""
 
     optimizer: Optimizer  # referenced to keep its id unique
+    ranks: Ranks
     finite: mx.array
     stepped: bool = False
 
@@ -130,6 +135,8 @@ class GradScaler:
     def _begin(self) -> None:
         self._backward = Backward(self._state)
         self._stages: dict[int, _Stage] = {}
+        # The optimizers that were created with this scaler, or stepped by it.
+        self._users: dict[int, weakref.ref[Optimizer]] = {}
         self._skip_watch = SkipWatch()
 
     def _fill(self, values: dict[str, Any]) -> None:
@@ -204,15 +211,15 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change, and its gradients are unscaled and in
-        float32. You can differentiate with respect to the model's parameters or,
-        without a model, the arrays in the first argument.
+        The value of the loss does not change. Its gradients with respect to the model's
+        parameters and all arguments are unscaled and in float32. A step raises if it
+        receives the gradient of another parameter of the model.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
-            model (nn.Module, optional): The model to differentiate. Default: the models
-                among the arguments of each call.
+            model (nn.Module, optional): The model to differentiate. Default: ``None``;
+                models among the arguments are always found.
 
         Example:
             >>> import mlx.core as mx
@@ -279,7 +286,7 @@ class GradScaler:
         """
         if not self._enabled:
             return grads
-        check_supported(optimizer)
+        participant = self._participant(optimizer)
         if isinstance(grads, nn.Module):
             raise TypeError(
                 "The second argument of unscale_() must be the gradients, got a model."
@@ -295,15 +302,19 @@ class GradScaler:
             )
         inverse = self._backward.inverse_scale() if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
-        self._stages[id(optimizer)] = _Stage(optimizer, finite)
+        self._stages[id(optimizer)] = _Stage(optimizer, participant.ranks, finite)
         return grads if inverse is None else unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Update the model and optimizer, or skip the step if a gradient is non-finite.
 
+        Several optimizers can share a scaler: call this for each of them, and then
+        :meth:`update` once.
+
         Args:
-            optimizer (Optimizer): An optimizer from ``mlx.optimizers``, or a
-                third-party ``Optimizer`` that does not override ``update``.
+            optimizer (Optimizer): A ``LossScaleOptimizer`` created with this scaler, an
+                optimizer from ``mlx.optimizers``, or a third-party ``Optimizer`` that
+                does not override ``update``.
             model (nn.Module): The model to update.
             grads (Any): The gradients. In PyTorch's mode they are unscaled here,
                 unless :meth:`unscale_` has already done so.
@@ -321,10 +332,10 @@ class GradScaler:
             array(False, dtype=bool)
         """
         check_model(model, "step", "apply_gradients()")
-        if self._enabled:
-            self._plan(optimizer, grads, model).commit_to_model()
-        else:
+        if not self._enabled and not is_wrapper(optimizer):
             optimizer.update(model, grads)
+        else:
+            self._plan(optimizer, grads, model).commit_to_model()
         return self.last_step_applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
@@ -333,12 +344,40 @@ class GradScaler:
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``grads``.
         """
-        if not self._enabled:
+        if not self._enabled and not is_wrapper(optimizer):
             return optimizer.apply_gradients(grads, parameters)
         return self._plan(optimizer, grads, parameters).commit()
 
-    def _plan(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Plan:
+    def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
+        """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
+        if not self._enabled and not is_wrapper(optimizer):
+            return self.step(optimizer, model, grads)
+        check_model(model, "minimize", "apply_gradients()")
+        self._plan(optimizer, grads, model, is_last=True).commit_to_model()
+        self._end_iteration()
+        return self.last_step_applied
+
+    def _participant(self, optimizer: Any) -> Participant:
+        if is_wrapper(optimizer):
+            if optimizer.scaler is not self:
+                raise ValueError(
+                    "This LossScaleOptimizer was created with another scaler. Pass "
+                    "this one to it, LossScaleOptimizer(optimizer, scaler), or call "
+                    "its own update(model, grads)."
+                )
+            wrapped: Participant = optimizer._participant()
+            return wrapped
         check_supported(optimizer)
+        needs = partial(needs_init, optimizer)
+        return Participant(
+            optimizer, self._ranks, needs, partial(initialize, optimizer)
+        )
+
+    def _plan(
+        self, optimizer: Optimizer, grads: Any, parameters: Any, is_last: bool = False
+    ) -> Plan:
+        """Plan a step and, if it is the last of an iteration, the next scale."""
+        participant = self._participant(optimizer)
         stage = self._stages.get(id(optimizer))
         if stage and stage.stepped:
             raise RuntimeError(
@@ -346,46 +385,71 @@ class GradScaler:
                 "Call update() once per iteration. If step() runs inside mx.compile, "
                 f"call update() in the same function. {_START_AFRESH}"
             )
-        leaves = match(self._unscaled(grads, optimizer), parameters)
-        self._check_leaves(leaves)
-        if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
-            self._backward.warn_once(
-                "Some parameters are float16 or bfloat16 and have no master weights, "
-                "so small updates are lost. Use LossScaleOptimizer, or keep the "
-                "parameters in float32 and pass compute_dtype= to value_and_grad()."
-            )
-        # A gradient that was non-finite in unscale_() may have been clipped since.
-        were_finite = stage.finite if stage else None
-        inspected = inspect(leaves, self._ranks, were_finite=were_finite)
-        if needs_init(optimizer):
-            parameters = {leaf.path: leaf.parameter for leaf in leaves}
-            initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
-        planned = plan(optimizer, grads, leaves, inspected)
-        planned.writes += self._writes(inspected.applied, None)
-        stepped = _Stage(optimizer, inspected.applied, stepped=True)
-        planned.writes.append((self._stages, id(optimizer), stepped))
+        is_model = isinstance(grads, nn.Module)  # rejected by match()
+        if self._mode == _SCALED and not stage and not is_model and arrays(grads):
+            grads = unscale(grads, self._backward.inverse_scale())
+        if participant.ranks.average:
+            grads = participant.ranks.averaged(grads)
+        leaves = match(grads, parameters)
+        self._check_leaves(leaves, participant)
+        if participant.needs_init():
+            own = {leaf.path: leaf.parameter for leaf in leaves}
+            trained = tree_map_with_path(lambda path, _: own[path], grads)
+            if participant.masters and isinstance(parameters, nn.Module):
+                trained = parameters.trainable_parameters()
+            participant.init(trained)
+        inspected = inspect(leaves, participant, stage.finite if stage else None)
+        if not self._enabled:
+            inspected = inspected._replace(applied=mx.array(True))
+        planned = plan(participant, grads, leaves, inspected)
+        if self._enabled:
+            self._add_user(optimizer)
+            planned.writes += self._writes(inspected.applied, is_last)
+            done = _Stage(optimizer, participant.ranks, inspected.applied, stepped=True)
+            planned.writes.append((self._stages, id(optimizer), done))
         return planned
 
-    def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
-        """Lazily unscale gradients that are still scaled; return others as they are."""
-        is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
-        is_model = isinstance(grads, nn.Module)  # rejected by match()
-        if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
-            return grads
-        return unscale(grads, self._backward.inverse_scale())
-
-    def _check_leaves(self, leaves: list[Leaf]) -> None:
-        self._backward.check_unscaled()
-        if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
+    def _check_leaves(self, leaves: list[Leaf], participant: Participant) -> None:
+        self._backward.check_unscaled(leaves)
+        is_alone = participant.ranks.is_single
+        if is_alone and not any(is_floating(x.gradient) for x in leaves):
             raise ValueError(
-                "There are no gradients of floating-point parameters. Unfreeze some "
-                "parameters."
+                "No floating-point parameter has a gradient. Unfreeze some parameters."
             )
-        if self._mode is None and self._scales and self._enabled:
+        if not self._enabled:
+            return
+        if self._mode is None and self._scales:
             self._backward.warn_once(
+                "other gradients",
                 "These gradients do not come from this scaler, so small float16 "
                 "gradients may have underflowed. Get them from value_and_grad() or "
-                "scale_loss(). To train without loss scaling, use GuardedOptimizer."
+                "scale_loss(). To train without loss scaling, use GuardedOptimizer.",
+            )
+        dtypes = {leaf.parameter.dtype for leaf in leaves}
+        if participant.masters is None and not dtypes.isdisjoint(HALF):
+            self._backward.warn_once(
+                "no master weights",
+                "Some parameters are float16 or bfloat16 and have no master weights, "
+                "so small updates are lost. Use LossScaleOptimizer, or keep the "
+                "parameters in float32 and pass compute_dtype= to value_and_grad().",
+            )
+
+    def _add_user(self, optimizer: Optimizer) -> None:
+        """Remember, weakly, that an optimizer steps with this scaler."""
+        if id(optimizer) not in self._users:
+            forget = partial(_forget, self._users, id(optimizer))
+            self._users[id(optimizer)] = weakref.ref(optimizer, forget)
+
+    def _refuse_if_shared(self) -> None:
+        """Raise if more than one optimizer steps with this scaler."""
+        if self._enabled and len(self._users) > 1:
+            gc.collect()  # one of them may be garbage in a reference cycle
+        if self._enabled and len(self._users) > 1:
+            raise RuntimeError(
+                f"{len(self._users)} optimizers share this scaler, and update() of one "
+                "would end the iteration of all. Call scaler.step(optimizer, model, "
+                "grads) for each of them, then scaler.update() once. If only this one "
+                "still trains, create it with a GradScaler of its own."
             )
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -412,27 +476,24 @@ class GradScaler:
                 "batch, unscale_(). If step() runs inside mx.compile, call update() in "
                 "the same function."
             )
-        # Steps are counted in the state, so that compiled steps count as well.
-        finite = self._state["skips_since_update"] == 0
-        not_stepped = [x.finite for x in self._stages.values() if not x.stepped]
-        if not_stepped:
-            finite = reduce(mx.logical_and, not_stepped, finite)
-            finite = self._ranks.agree(finite)
-        commit(self._writes(None, finite))
+        commit(self._writes(None, is_last=True))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
         self._stages.clear()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
-    def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
-        applied = self.step(optimizer, model, grads)
-        self.update()
-        return applied
+    def _writes(self, applied: mx.array | None, is_last: bool) -> Writes:
+        """Return what a step and, if it is the last, ``update()`` write to the state.
 
-    def _writes(self, applied: mx.array | None, finite: mx.array | None) -> Writes:
-        changed = _advance(self._state, applied, finite)
+        ``applied`` is None for ``update()`` by itself.
+        """
+        # Gradients that were unscaled but not stepped count too.
+        finite = []
+        for stage in self._stages.values() if is_last else ():
+            if not stage.stepped:
+                finite.append(stage.ranks.agree(stage.finite, is_averaged=False))
+        changed = _advance(self._state, applied, finite if is_last else None)
         return [(self._state, name, value) for name, value in changed.items()]
 
     def get_scale(self) -> float:
@@ -529,7 +590,7 @@ class GradScaler:
                 "A GradScaler can only be copied or pickled between iterations. Call "
                 f"update() first. {_START_AFRESH}"
             )
-        left_out = ("_backward", "_stages", "_skip_watch")
+        left_out = ("_backward", "_stages", "_skip_watch", "_users")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
         return kept | {"_state": rule.read(self._state)}
 
@@ -541,16 +602,23 @@ class GradScaler:
 
 @mx.compile
 def _advance(
-    state: dict[str, mx.array], applied: mx.array | None, finite: mx.array | None
+    state: dict[str, mx.array], applied: mx.array | None, finite: list[mx.array] | None
 ) -> dict[str, mx.array]:
-    """Return the fields changed by a step, an update, or both."""
+    """Return the fields changed by a step, an update, or both.
+
+    ``applied`` is None without a step, and ``finite``, the flags of gradients that were
+    not stepped, is None without an update.
+    """
     changed = {} if applied is None else rule.count_step(state, applied)
     if finite is not None:
-        changed |= rule.next_scale(state, finite)
-    # A common root makes this one kernel instead of seven.
-    name, *others = changed
-    either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
-    return changed | {name: mx.where(either, changed[name], changed[name])}
+        # Skips are counted in the state, so that compiled steps count as well.
+        n_skips = (state | changed)["skips_since_update"]
+        changed |= rule.next_scale(state, reduce(mx.logical_and, finite, n_skips == 0))
+    return root_of(changed)
+
+
+def _forget(users: dict[int, Any], key: int, _: Any) -> None:
+    users.pop(key, None)
 
 
 def check_model(model: Any, method: str, instead: str) -> None:

@@ -56,6 +56,11 @@ def leaves(tree: Any) -> list[Any]:
     return [x for _, x in walk([tree])]
 
 
+def is_floating(x: mx.array) -> bool:
+    """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
+    return mx.issubdtype(x.dtype, mx.inexact)
+
+
 def match(gradients: Any, parameters: Any, what: str = "gradient") -> list[Leaf]:
     """Pair every gradient with its parameter in a tree or model, or raise."""
     if not isinstance(gradients, dict) or isinstance(gradients, nn.Module):

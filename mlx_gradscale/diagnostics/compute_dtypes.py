@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..core.finite import is_floating
-from ..core.gradients import is_opaque
+from ..core.forward import is_opaque
 from ..core.masters import HALF
+from ..core.trees import is_floating
 from ..files.text import align, dtype_name
 from ..float32_layers.calls import Handler, handled, ordered_modules
 from ..float32_layers.layers import first_half, is_inside_layer

@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..core.finite import arrays, is_floating
+from ..core.finite import arrays
 from ..core.scale import LARGEST_SCALE, SMALLEST_SCALE
+from ..core.trees import is_floating
 from ..files.text import align, percent, plural, power
 from .reading import scale_of
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..core.gradients import is_opaque, writable_arrays
+from ..core.forward import is_opaque, writable_arrays
 from ..core.masters import HALF, to_float32
 from ..core.trees import Writes, commit, leaves
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..core.finite import is_floating
-from ..core.gradients import is_opaque
+from ..core.forward import is_opaque
 from ..core.masters import HALF
+from ..core.trees import is_floating
 from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
 from .casting import downcast, upcast, upcast_parameters

@@ -12,10 +12,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from ..core.finite import is_floating
-from ..core.gradients import is_opaque, loss_of
+from ..core.forward import is_opaque
+from ..core.gradients import loss_of
 from ..core.scaler import GradScaler
-from ..core.trees import flatten, leaves
+from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
 from ..nonfinite import NonFinite
 from .calls import Handler, handled, ordered_modules, owner_of, preserved

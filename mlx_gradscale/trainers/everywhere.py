@@ -25,6 +25,7 @@ from mlx.utils import tree_map
 
 from ..compile_step import compile_step
 from ..core.finite import all_finite
+from ..core.gradients import LazyGradient
 from ..core.masters import HALF
 from ..core.notices import LOW_SCALE, warn_user
 from ..core.optimizer import GuardedOptimizer
@@ -186,8 +187,11 @@ class Everywhere:
             compute = scaler.value_and_grad(model, fn, self.compute_dtype)
         value, gradients = compute(*args, **kwargs)
         # Check the scaled gradients if possible: unscaled ones may never be evaluated.
-        sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
-        finite, state = all_finite([x for x, *_ in sources]), scaler.state
+        sources = [
+            g.source[0] if isinstance(g, LazyGradient) and g.source else g
+            for g in leaves(gradients)
+        ]
+        finite, state = all_finite(sources), scaler.state
         state.update(count_step(state, finite) | next_scale(state, finite))
         state["total"] += 1
         self.refresh()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import weakref
 
 import mlx.core as mx
@@ -247,6 +248,36 @@ def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
         return
     found, _ = weights_after(change, source=source)
     assert mx.allclose(found, expected, rtol=1e-6), (found, expected)
+
+
+def view_in_torch(x):
+    return pytest.importorskip("torch").from_dlpack(x)
+
+
+VIEWS = {"dlpack": view_in_torch, "numpy": np.asarray, "memoryview": memoryview}
+
+
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_values_written_through_a_view_of_a_gradient_take_effect(view, source):
+    if view != "dlpack" and sys.version_info < (3, 12):
+        pytest.skip("before Python 3.12, a class cannot notice a view of its buffer")
+
+    def change(g):
+        VIEWS[view](g)[0, 0] = 7.0
+        return g
+
+    found, _ = weights_after(change, source)
+    assert found.tolist() == [[7.0, 2.0], [3.0, 4.0]]
+
+
+class Sourced(mx.array):
+    source = "a sensor"
+
+
+def test_array_class_of_the_user_may_have_an_attribute_called_source():
+    found, values = weights_after(Sourced)
+    assert mx.array_equal(found, values)
 
 
 @pytest.mark.parametrize("changed", [False, True])

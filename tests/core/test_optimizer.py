@@ -29,7 +29,7 @@ def test_max_grad_norm_clips_like_mlx_clip_grad_norm(max_norm):
 
 def test_max_grad_norm_can_change_only_if_given_and_only_to_a_positive_number():
     optimizer = wrapped(max_grad_norm=1.0)
-    for bad in (0, -1.0, NAN, "1", True):
+    for bad in (0, -1.0, 1e-46, NAN, "1", True):
         with pytest.raises(ValueError, match="positive number"):
             optimizer.max_grad_norm = bad
         with pytest.raises(ValueError, match="max_grad_norm must be a positive"):
@@ -83,30 +83,9 @@ def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
         optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(1024.0))
         grads = {"w": optimizer.scaler.scale(mx.array([0.5]))}
         if unscale:
-            optimizer.scaler.unscale_(optimizer.optimizer, grads)
+            optimizer.scaler.unscale_(optimizer, grads)
         new = optimizer.apply_gradients(grads, {"w": mx.ones(1)})
         assert new["w"].item() == 0.5
-
-
-@pytest.mark.parametrize("mode", ["scale_loss", "unscale_"])
-def test_wrapper_steps_right_after_another_changed_the_scale_they_share(mode):
-    scaler, weights = GradScaler(8.0, growth_interval=1), {"w": mx.ones(1)}
-    wrappers = [LossScaleOptimizer(optim.SGD(1.0), scaler) for _ in range(2)]
-
-    def loss_fn(weights):
-        return 0.5 * weights["w"].sum()
-
-    if mode == "scale_loss":
-        gradient = mx.grad(scaler.scale_loss(loss_fn))
-    else:
-        gradient = mx.grad(lambda weights: scaler.scale(loss_fn(weights)))
-    grads = [gradient(weights) for _ in wrappers]
-    if mode == "unscale_":
-        for wrapper, each in zip(wrappers, grads, strict=True):
-            scaler.unscale_(wrapper.optimizer, each)
-    for wrapper, each in zip(wrappers, grads, strict=True):
-        assert wrapper.apply_gradients(each, weights)["w"].item() == 0.5
-    assert scaler.get_scale() == 32.0
 
 
 def test_learning_rate_and_step_in_the_state_belong_to_the_wrapped_optimizer():

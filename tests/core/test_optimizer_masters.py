@@ -5,7 +5,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import INF, each_mode, same
+from support.helpers import INF, bits, each_mode, same
 from support.optimizer_helpers import HALVES, Training, wrapped
 
 each_kind = pytest.mark.parametrize("kind", ["float32", "remainder"])
@@ -196,11 +196,21 @@ def test_set_masters_replaces_the_master_weights(kind):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.int32])
 @each_kind
 def test_set_masters_stores_values_of_any_dtype_like_their_float32_values(kind, dtype):
-    weights = {"w": mx.array([0.5, 3.0], mx.float16)}
-    values = mx.array([0.5, 3.0]).astype(dtype)
+    weights = {"w": mx.array([2.0, 3.0], mx.float16)}
+    values = mx.array([2.0, 3.0]).astype(dtype)
     found = []
     for value in (values, values.astype(mx.float32)):
         optimizer = wrapped(optim.SGD(0.0), masters=kind)
         optimizer.set_masters(weights, {"w": value})
         found.append(optimizer.state)
     assert same(*found)
+
+
+@each_kind
+def test_master_weights_that_do_not_round_to_the_weight_are_refused(kind):
+    optimizer, weights = wrapped(masters=kind), {"w": mx.ones(2, mx.float16)}
+    optimizer.init(weights)
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match="'w' do not round to the parameter"):
+        optimizer.set_masters(weights, {"w": mx.array([1.0, 1.01])})
+    assert bits(optimizer.state) == before

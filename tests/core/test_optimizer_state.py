@@ -74,7 +74,7 @@ def test_state_of_every_kind_of_optimizer_can_be_restored_in_an_eager_loop(
         ((1e-3,), "Expected an mlx.optimizers"),
         ((optim.AdamW,), "Expected an mlx.optimizers"),
         ((LossScaleOptimizer(optim.SGD(0.1)),), "cannot be wrapped"),
-        ((optim.MultiOptimizer([wrapped()], []),), "cannot be wrapped"),
+        ((optim.MultiOptimizer([wrapped()], []),), "Wrap the MultiOptimizer"),
         ((optim.SGD(0.1), 65536.0), "must be a GradScaler"),
     ],
 )
@@ -83,12 +83,12 @@ def test_loss_scale_optimizer_wraps_only_unwrapped_mlx_optimizers(arguments, mes
         LossScaleOptimizer(*arguments)
 
 
-def test_update_and_step_refuse_a_dict_for_the_model_and_step_a_wrapped_optimizer():
+def test_update_and_step_refuse_a_dict_for_the_model_and_another_scalers_wrapper():
     with pytest.raises(TypeError, match=r"must be an nn\.Module, got dict"):
         wrapped().update({"w": mx.ones(1)}, Mlp())
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         GradScaler().step(optim.SGD(0.1), {"w": mx.ones(1)}, {"w": mx.ones(1)})
-    with pytest.raises(TypeError, match="has its own scaler"):
+    with pytest.raises(ValueError, match="created with another scaler"):
         GradScaler().step(wrapped(), Mlp(), {})
 
 
@@ -304,13 +304,25 @@ def test_plain_state_with_its_keys_in_another_order_resumes_exactly(compiled):
     assert weights[0] == weights[1]
 
 
-def test_plain_state_without_moments_resets_them():
+def test_state_of_an_earlier_version_without_a_setting_takes_its_default():
+    optimizer = wrapped(optim.Adam(0.1))
+    optimizer.init({"w": mx.ones(2)})
+    state = dict(tree_flatten(optimizer.state))
+    del state["scaler.min_scale"], state["scaler.skipped_steps"]
+    other = LossScaleOptimizer(optim.Adam(0.1), GradScaler(min_scale=1.0))
+    other.state = state
+    assert other.scaler.state["min_scale"].item() == 2.0**-64
+
+
+def test_plain_state_must_belong_to_the_same_optimizer():
     optimizer, weights = GuardedOptimizer(optim.Adam(0.1)), {"w": mx.ones(2)}
-    optimizer.apply_gradients({"w": mx.ones(2)}, weights)
-    step = mx.array(0, mx.uint64)
-    optimizer.state = {"step": step, "learning_rate": mx.array(0.1)}
-    optimizer.init(weights)
-    assert not optimizer.optimizer.state["w"]["m"].any()
+    plain = optim.Adam(0.2)
+    plain.apply_gradients(weights, weights)
+    optimizer.apply_gradients(weights, weights)
+    with pytest.raises(ValueError, match=r"no array 'optimizer\.w\.m'"):
+        optimizer.state = {k: plain.state[k] for k in ("step", "learning_rate")}
+    optimizer.state = plain.state
+    assert same(optimizer.optimizer.state, plain.state)
 
 
 def test_copied_state_is_a_plain_tree():

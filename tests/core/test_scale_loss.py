@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -23,6 +23,13 @@ class Outputs(NamedTuple):
 def make(wrap, scale=256.0):
     scaler = GradScaler(scale)
     return LossScaleOptimizer(optim.SGD(0.1), scaler) if wrap else scaler
+
+
+def step(source, model, grads):
+    if isinstance(source, LossScaleOptimizer):
+        source.update(model, grads)
+    else:
+        source.minimize(optim.SGD(0.1), model, grads)
 
 
 def model_of(seed=3):
@@ -162,11 +169,78 @@ def test_gradients_that_scale_loss_did_not_unscale_are_refused_at_the_step(wrap)
     fn = nn.value_and_grad(student, source.scale_loss(distil))
     _, grads = fn(teacher, half_batch()[0])
     before = bits(student.parameters())
-    step = source.update
-    if not wrap:
-        student.set_dtype(mx.float32)
-        before = bits(student.parameters())
-        step = lambda model, g: source.step(optim.SGD(0.1), model, g)  # noqa: E731
     with pytest.raises(RuntimeError, match=r"scale_loss\(loss_fn, model\)"):
-        step(student, grads)
+        step(source, student, grads)
     assert bits(student.parameters()) == before
+
+
+@either
+def test_gradients_of_every_argument_are_unscaled(wrap):
+    loss_fn = make(wrap).scale_loss(lambda a, b, *, c: (mx.sum(a * b["x"] * c), c * 2))
+    a, b, c = mx.array([0.5, 1.0]), {"x": mx.array([2.0, 4.0], mx.float16)}, mx.ones(2)
+    fn = mx.value_and_grad(loss_fn, argnums=(0, 1), argnames="c")
+    (loss, _), ((of_a, of_b), of_c) = fn(a, b, c=c)
+    assert loss.item() == 5.0
+    assert (of_a.tolist(), of_b["x"].tolist()) == ([2.0, 4.0], [0.5, 1.0])
+    assert (of_c["c"].tolist(), of_b["x"].dtype) == ([1.0, 4.0], mx.float32)
+
+
+def test_gradient_of_an_auxiliary_output_is_neither_scaled_nor_unscaled():
+    loss_fn = make(False).scale_loss(lambda w: (mx.sum(w * w), {"penalty": mx.sum(w)}))
+
+    def total(w):
+        loss, aux = loss_fn(w)
+        return loss + aux["penalty"]
+
+    assert mx.grad(total)(mx.array([1.0, 2.0])).tolist() == [3.0, 5.0]
+
+
+@either
+@pytest.mark.parametrize("find_model", [closure, argument])
+def test_input_gradient_is_true_and_does_not_disturb_the_step(find_model, wrap):
+    model, source, (x, y) = Mlp(), make(wrap), batch()
+    _, grads = find_model(source, model)(x, y)
+    saliency = mx.grad(source.scale_loss(mse(model), model))(x, y)
+    assert mx.allclose(saliency, mx.grad(mse(model))(x, y), rtol=1e-4, atol=1e-7)
+    step(source, model, grads)
+    assert (source.scaler if wrap else source).last_step_applied.item()
+
+
+@either
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameter_that_scale_loss_did_not_find_is_named_at_the_step(wrap, compiled):
+    model, source, (x, y) = Mlp(), make(wrap), batch()
+    loss_fn = source.scale_loss(mse(model), model.layers[1])
+    fn = nn.value_and_grad(model, loss_fn)
+    before = bits(model.parameters())
+
+    def train(x, y):
+        step(source, model, fn(x, y)[1])
+
+    state = [model.state, source.state]
+    train = mx.compile(train, inputs=state, outputs=state) if compiled else train
+    with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' is still scaled"):
+        train(x, y)
+    if not compiled:  # MLX leaves placeholders in the state
+        assert bits(model.parameters()) == before
+
+
+@either
+def test_parameter_that_scale_loss_did_not_find_may_have_a_zero_gradient(wrap):
+    model, source, (x, y) = Mlp(), make(wrap), batch()
+    model.unused = nn.Linear(4, 4)
+    loss_fn = source.scale_loss(mse(model), model.layers)
+    before = bits(model.layers[0].weight)
+    _, grads = nn.value_and_grad(model, loss_fn)(x, y)
+    step(source, model, grads)
+    assert bits(model.layers[0].weight) != before
+
+
+@either
+def test_gradients_of_two_losses_may_be_added_before_a_step(wrap):
+    model, source, (x, y) = Mlp(), make(wrap), batch()
+    part = source.scale_loss(lambda: mx.sum(model.layers[1].weight), model.layers[1])
+    _, some = nn.value_and_grad(model, part)()
+    _, all_of_them = source.value_and_grad(model, mse(model))(x, y)
+    step(source, model, tree_map(mx.add, some, all_of_them))

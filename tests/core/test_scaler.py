@@ -156,7 +156,7 @@ def test_step_without_gradients_is_refused(grads):
     scaler, model = used(), Mlp()
     before = bits([model.parameters(), scaler.state])
     for call in (scaler.minimize, scaler.step):
-        with pytest.raises(ValueError, match="There are no gradients"):
+        with pytest.raises(ValueError, match="No floating-point parameter"):
             call(optim.Adam(0.1), model, grads)
     assert bits([model.parameters(), scaler.state]) == before
 
@@ -210,6 +210,18 @@ def test_one_tree_unscaled_for_two_optimizers_is_unscaled_once(tree):
         grads = scaler.unscale_(optimizer, grads)
         assert tree_map(mx.array.item, grads) == tree
         assert type(grads) is type(tree) or isinstance(grads, mx.array)
+
+
+@pytest.mark.compiles
+def test_unscale_keeps_lists_tuples_and_namedtuples_apart_when_compiled():
+    scaler = used(GradScaler(8.0))
+    for tree in ([0.5, 2.0], (0.5, 2.0), Pair(0.5, 2.0)):
+        for given in (tree, {"a": tree, "b": [tree]}):
+            grads = tree_map(lambda x: mx.array(8.0 * x), given)
+            found = scaler.unscale_(optim.SGD(1.0), grads)
+            assert tree_map(mx.array.item, found) == given
+            outer = found if given is tree else found["b"][0]
+            assert type(outer) is type(tree)
 
 
 def test_tree_unscaled_for_one_optimizer_is_not_unscaled_in_the_step_of_another():

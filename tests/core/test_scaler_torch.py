@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.helpers import INF, NAN
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -106,6 +106,14 @@ class MlxUnscaled(Mlx):
         return [np.array(model.w) for model in self.models]
 
 
+class MlxWrapped(Mlx):
+    """The same with one wrapper and one plain optimizer, which share the scaler."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        self.optimizers[0] = LossScaleOptimizer(self.optimizers[0], self.scaler)
+
+
 class Weight(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,7 +140,7 @@ def drive(side, iteration):
     return applied
 
 
-@pytest.mark.parametrize("side", [Mlx, MlxUnscaled], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("side", [Mlx, MlxUnscaled, MlxWrapped])
 @settings(max_examples=80)
 @given(powers_of_two, st.lists(iterations, max_size=14))
 def test_random_scripts_give_the_same_scales_weights_and_skips_as_torch(

@@ -18,8 +18,8 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 # Attributes of MLX's optimizers that MLX does not document.
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
-    *("notices", "trees", "scale", "finite", "masters", "gradients", "optimizers"),
-    *("ranks", "guard", "scaler", "optimizer"),
+    *("notices", "trees", "scale", "fusion", "finite", "masters", "forward"),
+    *("gradients", "optimizers", "ranks", "guard", "scaler", "optimizer"),
 )
 # The only imports from outside the core. They are inside GradScaler.save and load.
 OUTSIDE = {

@@ -207,12 +207,19 @@ def test_penalty_on_gradients_from_value_and_grad_is_correct():
         assert mx.allclose(x, found[1][path], rtol=1e-4, atol=1e-5), path
 
 
-def test_second_derivatives_through_scale_loss_are_refused():
-    scaler = GradScaler(1024.0)
-    loss_fn = scaler.scale_loss(lambda w: mx.sum(w**3))
-    assert mx.grad(loss_fn)(mx.array([2.0])).item() == 12.0
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        mx.grad(lambda w: mx.sum(mx.grad(loss_fn)(w)))(mx.array([2.0]))
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_second_derivatives_through_scale_loss_are_correct(first, second):
+    plain = lambda w, x: mx.sum(w**3 * x**2)  # noqa: E731
+    found = []
+    for loss_fn in (plain, GradScaler(1024.0).scale_loss(plain)):
+
+        def total(w, x, loss_fn=loss_fn):
+            return loss_fn(w, x) + mx.sum(mx.grad(loss_fn, argnums=first)(w, x))
+
+        given = mx.array([2.0]), mx.array([5.0])
+        found.append(mx.grad(total, argnums=second)(*given).item())
+    assert found[0] == found[1]
 
 
 def test_batchnorm_with_float16_statistics_warns_and_names_the_layers():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
-def run(name, *arguments):
+def run(name, *arguments, folder="examples"):
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
+        [sys.executable, "-W", "error", str(ROOT / folder / name), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -37,6 +37,20 @@ def test_quickstart_needs_master_weights_and_loss_scaling_to_match_float32(tmp_p
     assert zero < 1
     assert loss == pytest.approx(wanted, rel=0.1)
     assert quality == pytest.approx(wanted_quality, abs=0.2)
+
+
+def test_finetuning_in_half_precision_needs_the_package_to_match_float32(tmp_path):
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    picture = tmp_path / "finetune.png"
+    output = run("finetune.py", "--quick", "--picture", str(picture))
+    assert picture.stat().st_size > 10_000
+    shares = output.partition("share of float32's progress")[2]
+    rows = dict(re.findall(r"^(b?float\S.*?)  +(\S+)", shares, re.MULTILINE))
+    assert rows.pop("float16") == "NaN"
+    kept = {name: float(share.rstrip("%")) for name, share in rows.items()}
+    assert kept.pop("bfloat16") < 50  # 22
+    assert len(kept) == 3
+    assert all(share == pytest.approx(100, abs=10) for share in kept.values())
 
 
 @pytest.mark.compiles
@@ -72,11 +86,13 @@ def test_resume_example_continues_a_killed_run_bit_identically():
     assert "60 of 60 losses are bit-identical" in output
 
 
-def test_make_pictures_example_draws_the_pictures_of_the_repository(tmp_path):
+def test_make_pictures_draws_the_pictures_that_no_example_draws(tmp_path):
     pytest.importorskip("tqdm", reason="the examples are not installed")
-    run("make_pictures.py", "--steps", "12", "--output", str(tmp_path))
-    committed = {path.name for path in (EXAMPLES / "pictures").glob("*.png")}
-    assert {path.name for path in tmp_path.iterdir()} == committed - {"quickstart.png"}
+    arguments = ["--steps", "12", "--output", str(tmp_path)]
+    run("make_pictures.py", *arguments, folder="tools")
+    committed = {path.name for path in (ROOT / "examples" / "pictures").iterdir()}
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == committed - {"finetune.png", "quickstart.png"}
 
 
 def test_torch_resume_example_agrees_with_pytorch():

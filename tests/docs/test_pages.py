@@ -1,6 +1,7 @@
 """The code blocks of README, guides and CONTRIBUTING run, and their links resolve."""
 
 import re
+import runpy
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -29,15 +30,25 @@ def test_code_blocks_of_page_run_in_order(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_links_of_page_resolve(path):
+def test_links_and_dotted_names_of_page_resolve(path):
     assert pages.dead_links(path) == []
     assert pages.dead_anchors(path) == []
-
-
-@pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_dotted_names_on_page_exist(path):
     for name in pages.names(path):
         resolve_name(name)
+
+
+def test_site_copies_every_picture_and_links_to_its_repository(monkeypatch):
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    read_page = runpy.run_path(str(ROOT / "docs" / "conf.py"))["read_page"]
+    for path in DOCS:
+        page = [path.read_text()]
+        read_page(
+            None, path.relative_to(ROOT / "docs").with_suffix("").as_posix(), page
+        )
+        assert "<img" not in page[0], path  # Sphinx would not copy its file
+        if path.name == "index.md" and path.parent.name == "docs":
+            assert "(https://github.com/owner/name/blob/main/README.md)" in page[0]
 
 
 def test_paths_in_the_architecture_guide_exist():
@@ -51,6 +62,5 @@ def test_paths_in_the_architecture_guide_exist():
 
 def test_every_example_is_on_the_examples_page():
     page = (ROOT / "docs" / "examples.md").read_text()
-    helpers = {"overflowing.py", "make_pictures.py"}
     shown = set(re.findall(r"{literalinclude} ../examples/(.*)", page))
-    assert shown == {x.name for x in (ROOT / "examples").glob("*.py")} - helpers
+    assert shown == {x.name for x in (ROOT / "examples").glob("*.py")}

@@ -2,7 +2,6 @@
 
 import math
 import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,10 @@ from support.helpers import model_state
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
 from mlx_gradscale.float32_layers.trial import Trial, relative_distance
 
-EXAMPLES = str(Path(__file__).parents[2] / "examples")
-sys.path.insert(0, EXAMPLES)
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 # By its path: import would find this folder of tests.
-example = SimpleNamespace(**runpy.run_path(f"{EXAMPLES}/float32_layers.py"))
-overflowing = example.overflowing
+example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "float32_layers.py")))
 
 HALF = mx.float16
 FOUND = {
@@ -37,14 +34,14 @@ FOUND = {
 @pytest.mark.parametrize("name", list(FOUND))
 def test_model_that_overflows_trains_like_float32_with_the_layers_found(name):
     def make(dtype):
-        model, loss_fn = overflowing.MODELS[name]()
+        model, loss_fn = example.MODELS[name]()
         model.set_dtype(dtype)
         return model, loss_fn
 
     expected = example.train(*make(mx.float32), 5)
     assert not math.isfinite(example.train(*make(HALF), 2))
     model, loss_fn = make(HALF)
-    found = find_float32_layers(model, loss_fn, [overflowing.batch(0)])
+    found = find_float32_layers(model, loss_fn, [example.batch(0)])
     assert found.where == FOUND[name]
     assert found.float16_parameters > 0.8
     inside = [row for row in found.rows if row.overflows_inside]

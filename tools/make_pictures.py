@@ -1,26 +1,29 @@
-"""Draw the figures in the README and the guides, using the task of quickstart.py.
+"""Draw the figures of gradients and of a history in README and docs/.
 
-Use this script as a starting point for your own plots: gradient_histogram shows the
-range of the gradients in one step, and ScaleHistory records a run without slowing it
-down. In the figure of the history, the loss scale starts far too high and doubles every
-10 steps instead of every 2000, so that a short run shows how the scale changes.
+    python tools/make_pictures.py
 
-    python examples/make_pictures.py
+They show the task of examples/quickstart.py. In the figure of the history, the loss
+scale starts far too high and doubles every 10 steps instead of every 2000, so that a
+short run shows how the scale changes. The examples quickstart.py, finetune.py and
+float32_layers.py draw the other figures.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from quickstart import BlurredPicture, gaussian_blur, photograph
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
 from mlx_gradscale.plot import plot_gradients, plot_history
 
-FOLDER = Path(__file__).parent / "pictures"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from quickstart import BlurredPicture, gaussian_blur, photograph  # noqa: E402
 
 
 def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
@@ -47,7 +50,9 @@ def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=FOLDER, help="figure folder")
+    parser.add_argument(
+        "--output", type=Path, default=EXAMPLES / "pictures", help="figure folder"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
 
