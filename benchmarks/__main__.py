@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_gradscale.core import guard
-
 from . import chart
 from .harness import Rows, describe_machine, keep_freed_memory
 
@@ -44,11 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", type=Path, metavar="FILE", help="write all tables to a JSON file"
     )
     parser.add_argument("--chart", type=Path, metavar="FILE", help="plot the ratios")
-    parser.add_argument(
-        "--as-on-gpu",
-        action="store_true",
-        help="cast half-precision gradients inside the update kernel, as on a GPU",
-    )
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in QUESTIONS:
@@ -56,8 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.names or QUESTIONS
     if options.chart and "optimizer_phase" not in names:
         parser.error("--chart plots optimizer_phase. Add it to the names.")
-    if options.as_on_gpu:
-        guard.casts_first = lambda: False
     machine = describe_machine()
     print("\n".join(f"{key}: {value}" for key, value in machine.items()))
     results: dict[str, Any] = {"machine": machine, "quick": options.quick, "tables": {}}

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
+from tools import as_on_gpu
 
 from . import steps
 from .harness import Rows, release_memory
@@ -65,14 +66,15 @@ def update(name: str, leaf: tuple[int, int] = (500, 500)) -> float:
 def _peak_of(run: Callable[[], None]) -> tuple[int, int]:
     """Return the bytes in use between runs, and the most that a run adds to them."""
     kept = peak = 0
-    for _ in range(4):
-        run()
-        mx.synchronize()
-        kept = mx.get_active_memory()
-        mx.reset_peak_memory()
-        run()
-        mx.synchronize()
-        peak = max(peak, mx.get_peak_memory() - kept)
+    with as_on_gpu.compiled_kernels():
+        for _ in range(4):
+            run()
+            mx.synchronize()
+            kept = mx.get_active_memory()
+            mx.reset_peak_memory()
+            run()
+            mx.synchronize()
+            peak = max(peak, mx.get_peak_memory() - kept)
     return kept, peak
 
 

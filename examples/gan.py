@@ -4,8 +4,8 @@
 ``scaler.update`` once, after both steps; it reduces the scale if either was skipped. If
 the gradients of the two models differ by orders of magnitude, use two scalers.
 
-``compute_dtype`` casts only the differentiated model and the arguments. A second model
-in the loss would compute in float32, so both models are submodules of one model here.
+``compute_dtype`` casts only the differentiated model and its inputs. A second model in
+the loss would compute in float32, so both models are submodules of one model here.
 Each optimizer gets the gradients of its submodule.
 
     python examples/gan.py

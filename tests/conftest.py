@@ -1,5 +1,6 @@
 """What every test starts from."""
 
+import argparse
 import os
 import tempfile
 import zlib
@@ -9,6 +10,8 @@ import mlx.core as mx
 import pytest
 from hypothesis import settings
 
+from tools import as_on_gpu
+
 # Times are no part of any test here, and the machine may be busy.
 settings.register_profile("mlx", deadline=None)
 settings.load_profile("mlx")
@@ -17,12 +20,28 @@ TESTS = Path(__file__).parent
 CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
 # What MLX's compiler makes of a step, and third-party software: run only if named.
 APART = {TESTS / "performance", TESTS / "interop"}
-# These files take half a minute each. They start first, so that no worker ends long
-# after the others.
-LONGEST = {"test_skip_matrix", "test_distributed", "test_examples", "test_mlx_lm"}
-LONGEST |= {"test_lora", "test_hosts", "test_layers_mlx_lm"}
+# What a step launches on a GPU. python -m tools.as_on_gpu adds these tests to the core.
+(CORE if as_on_gpu.is_active() else APART).add(TESTS / "as_on_gpu")
+# These files take half a minute each, and are marked as slow. They start first, so that
+# no worker ends long after the others.
+SLOW = {"test_skip_matrix", "test_distributed", "test_examples", "test_mlx_lm"}
+SLOW |= {"test_lora", "test_hosts", "test_layers_mlx_lm"}
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="use mx.compile in every test, which is the default on a GPU, or only in "
+        "the tests that need it, which is the default on a CPU",
+    )
+
+
+def compiles_everything(config):
+    chosen = config.getoption("--compile")
+    return mx.default_device() == mx.Device(mx.gpu) if chosen is None else chosen
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +72,7 @@ def pytest_ignore_collect(collection_path, config):
     whole = config.args_source == config.ArgsSource.TESTPATHS
     if whole and collection_path in APART:
         return True
-    if whole and config.option.markexpr == "core":
+    if whole and config.option.markexpr.startswith("core"):
         # The others import PyTorch and mlx-lm.
         around = {collection_path, *collection_path.parents}
         if not any(core in around or collection_path in core.parents for core in CORE):
@@ -64,16 +83,19 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: item.path.stem not in SLOW)
     for item in items:
         folders = set(item.path.parents)
-        if CORE & folders and not item.get_closest_marker("many_kernels"):
+        many = item.get_closest_marker("many_kernels") and not as_on_gpu.is_active()
+        if CORE & folders and not many:
             item.add_marker("core")
         if APART & folders:
             item.add_marker("compiles")
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
 
 
-def pytest_configure():
+def pytest_configure(config):
     # Tests start hundreds of Pythons, which need not compile the package each.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # MLX does not lock its folder of kernels: each worker keeps one of its own.
@@ -83,21 +105,26 @@ def pytest_configure():
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
-    # A compiler takes a second for each of a thousand kernels, so everything runs
-    # without mx.compile, including other processes, but for tests that need it.
-    os.environ["MLX_DISABLE_COMPILE"] = "1"
-    mx.disable_compile()
+    _use_compile(compiles_everything(config))
+
+
+def _use_compile(on):
+    """Turn mx.compile on or off, here and in the processes that a test starts."""
+    if on:
+        os.environ.pop("MLX_DISABLE_COMPILE", None)
+        mx.enable_compile()
+    else:
+        os.environ["MLX_DISABLE_COMPILE"] = "1"
+        mx.disable_compile()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """Compile in the tests that are marked, and in the processes that they start."""
-    if item.get_closest_marker("compiles"):
-        os.environ.pop("MLX_DISABLE_COMPILE", None)
-        mx.enable_compile()
+    """On a CPU, compile only where a test needs it: g++ takes a second per kernel."""
+    everything = compiles_everything(item.config)
+    _use_compile(everything or item.get_closest_marker("compiles") is not None)
     result = yield
-    os.environ["MLX_DISABLE_COMPILE"] = "1"
-    mx.disable_compile()
+    _use_compile(everything)
     return result
 
 

@@ -1,6 +1,9 @@
-"""The model during a forward pass: casts before it, and what is restored after it."""
+"""The model during a forward pass: what is cast for it, and restored after it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_not
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -8,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite
-from .trees import Writes, commit, is_floating, slots
+from .trees import Writes, commit, is_floating, leaves, walk
 
 
 class Casting(NamedTuple):
@@ -27,50 +30,145 @@ class Casting(NamedTuple):
         if dtype is not None and not is_dtype:
             raise ValueError(f"compute_dtype must be a float mx.Dtype, got {dtype!r}.")
 
-    def parameters(self, model: nn.Module, parameters: Any) -> Any:
+    def cast_parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters in the dtypes of the forward pass."""
-        if self.compute_dtype is None:
-            return parameters
-        # float32_layers() marks the layers that compute in float32.
-        float32 = tuple(
-            f"{path}." if path else ""
-            for path, module in model.named_modules()
-            if getattr(module, "computes_in_float32", False)
-        )
+        float32: tuple[str, ...] = ()
+        for path, module in model.named_modules():
+            # float32_layers() marks the layers that compute in float32.
+            if getattr(module, "computes_in_float32", False):
+                float32 += (f"{path}." if path else "",)
 
         def cast_parameter(path: str, x: mx.array) -> Any:
             is_kept = self.keep is not None and self.keep(path, x)
-            return x if is_kept or path.startswith(float32) else self._cast(x)
+            return x if is_kept or path.startswith(float32) else self.cast(x)
 
         return tree_map_with_path(cast_parameter, parameters)
 
-    def inputs(self, inputs: Any) -> Any:
-        """Return the loss function's arguments in the dtypes of the forward pass."""
-        if self.compute_dtype is None or not self.cast_inputs:
-            return inputs
-        return tree_map(self._cast, inputs, is_leaf=is_opaque)
+    def cast(self, x: Any) -> Any:
+        """Return a floating-point array in the compute dtype, and others unchanged."""
+        is_floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
+        is_cast = is_floating and x.dtype != self.compute_dtype
+        return x.astype(self.compute_dtype) if is_cast else x
 
-    def _cast(self, x: Any) -> Any:
-        floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
-        return x.astype(self.compute_dtype) if floating else x
+    def cast_argument(self, x: Any) -> Any:
+        """Cast an array, or those in a plain container.
+
+        A container without any is returned itself, because a module may write to it.
+        """
+        if isinstance(x, mx.array):
+            return self.cast(x)
+        new = tree_map(self.cast, x, is_leaf=is_opaque)
+        return new if any(map(is_not, leaves(new), leaves(x))) else x
 
 
-def clean_up(
-    places: Writes, trained: set[int], substitutes: list[mx.array] | None
-) -> None:
-    """After a forward pass, restore parameters, and buffers that became non-finite.
+class Entrance:
+    """Casts the arguments of calls that enter a model from outside.
 
-    ``places`` contains the model's arrays before the forward pass, and ``substitutes``
-    those that replaced its parameters. If the forward pass itself assigned an array to
-    a parameter, the array stays, unless ``substitutes`` is None. Non-finite buffers are
-    restored because BatchNorm's running statistics would otherwise stay inf or NaN.
+    While a loss is computed, each module has a subclass of its class, whose calls cast
+    their arguments if the module has arrays of the compute dtype. Inside such a call,
+    all modules have their own classes, so that a layer may pass float32 to the next.
     """
-    ids = None if substitutes is None else set(map(id, substitutes))
+
+    def __init__(self, casting: Casting):
+        self._casting = casting
+        # Each class and its subclass, by id: those of float32_layers() compare equal.
+        self._classes: dict[int, tuple[type, type]] = {}
+        # Each module, its class and its subclass, while a loss is computed.
+        self._modules: list[tuple[nn.Module, type, type]] = []
+        # The ids of modules called from outside. In the backward pass, where
+        # mx.checkpoint calls inner modules from outside too, only these cast.
+        self._entered: set[int] = set()
+        self.is_backward = False
+
+    @contextmanager
+    def open(self, model: nn.Module) -> Iterator[None]:
+        """Intercept calls of the model's modules within a ``with`` block."""
+        modules = []
+        for module in model.modules():
+            cls = type(module)
+            if id(cls) not in self._classes:
+                self._classes[id(cls)] = cls, self._make_subclass(cls, module)
+            modules.append((module, *self._classes[id(cls)]))
+        self._modules, self._entered, self.is_backward = modules, set(), False
+        try:
+            self._set_classes(2)
+            yield
+        finally:
+            self._set_classes(1)
+            self._modules = []
+
+    def _set_classes(self, which: int) -> None:
+        for each in self._modules:
+            object.__setattr__(each[0], "__class__", each[which])
+
+    def _make_subclass(self, cls: Any, module: nn.Module) -> Any:
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            function = super(subclass, module).__call__  # type: ignore[misc]
+            if not self.is_backward:
+                self._entered.add(id(module))
+            is_entered = id(module) in self._entered
+            self._set_classes(1)
+            try:
+                dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
+                if is_entered and self._casting.compute_dtype in dtypes:
+                    cast = self._casting.cast_argument
+                    args = tuple(map(cast, args))
+                    kwargs = dict(zip(kwargs, map(cast, kwargs.values()), strict=True))
+                return function(*args, **kwargs)
+            finally:
+                self._set_classes(2)
+
+        body = {"__call__": call, "__module__": cls.__module__}
+        bases = (cls,) if issubclass(cls, _Hidden) else (_Hidden, cls)
+        try:
+            # type.__new__ skips what a metaclass does with a new class.
+            subclass: Any = type.__new__(type(cls), cls.__name__, bases, body)
+            object.__setattr__(module, "__class__", subclass)
+            object.__setattr__(module, "__class__", cls)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"The inputs of {cls.__name__} cannot be cast, because its class "
+                "cannot be replaced. Pass cast_inputs=False, and cast the inputs in "
+                "the loss function."
+            ) from error
+        return subclass
+
+
+class _Hidden:
+    """Hides a subclass from ``__init_subclass__``, where a class may register it."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+@contextmanager
+def preserve(
+    models: list[nn.Module], parameters: Any, is_cast: bool = False
+) -> Iterator[tuple[dict[Any, tuple[Any, Any, mx.array]], list[mx.array]]]:
+    """Restore parameters after a forward pass, and buffers that became non-finite.
+
+    Yields the trainable parameters as (container, key, array), by the id of the
+    container and the key, and a list for the arrays that replace them. An array that
+    the forward pass itself assigns to a parameter stays, unless ``is_cast``. Non-finite
+    buffers are restored because BatchNorm's running statistics would otherwise stay inf
+    or NaN.
+    """
+    places = list(chain.from_iterable(map(writable_arrays, models)))
+    trained = set(map(id, leaves(parameters)))
+    substitutes: list[mx.array] = []
+    try:
+        yield {(id(x[0]), x[1]): x for x in places if id(x[2]) in trained}, substitutes
+    except BaseException:
+        commit(places)
+        raise
+    ids = set(map(id, substitutes))
     writes: Writes = []
     for box, key, old in places:
         new: Any = box.get(key) if isinstance(box, dict) else box[key]
         if id(old) in trained:
-            if ids is None or id(new) in ids:
+            if is_cast or id(new) in ids:
                 writes.append((box, key, old))
             continue
         is_replaced = new is not old and isinstance(new, mx.array)
@@ -82,8 +180,11 @@ def clean_up(
 
 def writable_arrays(model: nn.Module) -> Writes:
     """Return (container, key, array) for each model array that is not in a tuple."""
-    found = slots(model)
-    return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
+    return [
+        (container, key, x)
+        for (_, container, key), x in walk(model)
+        if isinstance(x, mx.array) and not isinstance(container, tuple)
+    ]
 
 
 def is_opaque(x: Any) -> bool:

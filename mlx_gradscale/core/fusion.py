@@ -18,7 +18,7 @@ neither is an input of the other. ``select`` makes all results inputs of a commo
 reads, and ``each_use`` keeps compiling fast. ``casts_first`` and ``factors`` help CPUs
 only: g++ compiles the same kernels there, and vectorizes only some of them.
 
-tests/performance counts the kernels and bytes of every optimizer. If a new MLX fuses
+tests/as_on_gpu counts the kernels and bytes of every optimizer. If a new MLX fuses
 differently, these tests show it, and only this file has to change.
 """
 

@@ -7,6 +7,7 @@ accumulation or averaging, a step uses the gradient as is.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -14,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from .forward import Casting, clean_up, is_opaque, writable_arrays
+from .forward import Casting, Entrance, is_opaque, preserve
 from .fusion import each_use
 from .masters import HALF, to_float32
-from .notices import WarnOnce
-from .trees import Leaf, Writes, commit, flatten, is_floating, leaves, slots
+from .notices import SKIPS_TO_WARN, WarnOnce
+from .trees import Leaf, commit, flatten, is_floating, leaves, slots
 
 # What may change the values of an array in place, or hands out its memory.
 _CHANGES_IN_PLACE = (
@@ -59,8 +60,8 @@ class Backward:
         # Whether the last backward pass of scale_loss() since the last step unscaled a
         # gradient; None if there was no such pass.
         self._has_unscaled: bool | None = None
-        # Where backward passes since then found the parameters that they unscale.
-        self._places: set[tuple[int, Any]] = set()
+        # The container's id and the key of each parameter that any such pass unscales.
+        self._places: set[Any] = set()
         self._has_derivative = False
         self.warn_once = WarnOnce()
 
@@ -72,27 +73,51 @@ class Backward:
         is_enabled: bool,
     ) -> Callable[..., Any]:
         """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
-        is_checked = casting.compute_dtype is not None or not is_enabled
+        is_cast = casting.compute_dtype is not None
+        is_checked = is_cast or not is_enabled
+        updates, last_scale, last_weights = 0, None, 0
+        entrance = Entrance(casting) if is_cast and casting.cast_inputs else None
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_checked
+            nonlocal is_checked, updates, last_scale, last_weights
             if not is_checked:
                 self._warn_about_dtypes(model, args)
                 is_checked = True
-            scale = self._state["scale"] if is_enabled else None
-            places, outputs, grads = differentiate(
-                model, loss_fn, args, kwargs, casting, scale
-            )
-            self._places.update([(id(box), key) for box, key, _ in places])
-            loss = loss_of(outputs)
-            if casting.compute_dtype is not None and loss.dtype != mx.float32:
+            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            own = model.trainable_parameters()
+            cast = casting.cast_parameters(model, own) if is_cast else own
+
+            def scaled_loss(cast: Any, args: Any, kwargs: Any) -> tuple[mx.array, ...]:
+                substitutes.extend(leaves(cast))
+                model.update(cast)
+                outputs = loss_fn(*args, **kwargs)
+                if entrance is not None:
+                    entrance.is_backward = True
+                loss = loss_of(outputs)
+                return loss.astype(mx.float32) * scale, loss, outputs
+
+            with (
+                preserve([model], own, is_cast) as (places, substitutes),
+                nullcontext() if entrance is None else entrance.open(model),
+            ):
+                scaled = mx.value_and_grad(scaled_loss)(cast, args, kwargs)
+            (_, loss, outputs), gradients = scaled
+            if is_cast and loss.dtype != mx.float32:
                 outputs = replace_loss(outputs, loss.astype(mx.float32))
-            if scale is None:
-                own = model.trainable_parameters()
-                return outputs, tree_map(lambda g, p: g.astype(p.dtype), grads, own)
-            self._check_loss_dtype(loss)
-            return outputs, unscale(grads, 1.0 / scale)
+            if not is_enabled:
+                return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
+            if loss.dtype == mx.float16:
+                self._warn_about_loss()
+            self._places.update(places)
+            # A step replaces the scale, even by the same value.
+            weights = id(next(iter(places.values()))[2]) if places else 0
+            is_changed = weights != last_weights
+            updates = updates + is_changed if scale is last_scale else 0
+            last_scale, last_weights = scale, weights
+            if updates == SKIPS_TO_WARN:
+                self._warn_about_updates()
+            return outputs, unscale(gradients, 1.0 / scale)
 
         return value_and_grad_fn
 
@@ -110,31 +135,27 @@ class Backward:
             scale = self._state["scale"]
             given = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
             models = [x for _, x in given if isinstance(x, nn.Module)]
-            places = [place for each in models for place in writable_arrays(each)]
-            trained = set(map(id, leaves([x.trainable_parameters() for x in models])))
+            parameters = [x.trainable_parameters() for x in models]
 
             def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> Any:
                 self._has_unscaled = True
                 return _unscale_and_scale_next(cotangent, inverse)
 
-            wrap = partial(_with_gradient, 1.0 / scale, unscale_gradient)
-            own = [(box, key, wrap(x)) for box, key, x in places if id(x) in trained]
-
             def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
                 self._has_unscaled = False
-                self._places.update([(id(box), key) for box, key, _ in own])
+                self._places.update(places)
                 return cotangent * scale
 
+            wrap = partial(_with_gradient, 1.0 / scale, unscale_gradient)
             args, kwargs = tree_map(wrap, (args, kwargs), is_leaf=is_opaque)
-            try:
+            with preserve(models, parameters) as (places, substitutes):
+                own = [(box, key, wrap(x)) for box, key, x in places.values()]
+                substitutes.extend(x for _, _, x in own)
                 commit(own)
                 outputs = loss_fn(*args, **kwargs)
-            except BaseException:
-                commit(places)
-                raise
-            clean_up(places, trained, [x for _, _, x in own])
             loss = loss_of(outputs)
-            self._check_loss_dtype(loss)
+            if loss.dtype == mx.float16:
+                self._warn_about_loss()
             outputs = replace_loss(outputs, loss.astype(mx.float32))
             # Scale the other outputs too, in case the caller adds them to the loss.
             scale_output = partial(_with_gradient, scale, scale_gradient)
@@ -147,8 +168,8 @@ class Backward:
         """Raise if ``scale_loss()`` left a gradient of this step scaled.
 
         A parameter that it did not find has a scaled gradient, or zero if the loss does
-        not depend on it. Inside ``mx.compile``, where no value can be read, the error
-        does not wait: passing the whole model is always right.
+        not depend on it. Inside ``mx.compile``, no value can be read, and either is an
+        error: passing the whole model is always right.
         """
         has_unscaled, self._has_unscaled = self._has_unscaled, None
         places, self._places = self._places, set()
@@ -159,7 +180,8 @@ class Backward:
         if has_unscaled and len(missed) == len(floating):
             return  # a parameter tree, or a model with gradients from elsewhere
         for leaf in missed if has_unscaled else floating:
-            if not _is_zero(leaf.gradient):
+            is_lazy = isinstance(leaf.gradient, LazyGradient)
+            if not is_lazy and not _is_zero(leaf.gradient):
                 raise RuntimeError(
                     f"The gradient of {leaf.path!r} is still scaled, because "
                     "scale_loss() did not find this parameter. Pass the whole model, "
@@ -169,7 +191,8 @@ class Backward:
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""
-        self._check_loss_dtype(output)
+        if output.dtype == mx.float16:
+            self._warn_about_loss()
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
@@ -189,14 +212,22 @@ class Backward:
             )
         return 1.0 / self._state["scale"]
 
-    def _check_loss_dtype(self, loss: mx.array) -> None:
-        if loss.dtype == mx.float16:
-            self.warn_once(
-                "float16 loss",
-                "The loss is float16, so the backward pass overflows and steps are "
-                "skipped while the scale is above 65504. Compute the loss in float32, "
-                "for example from logits.astype(mx.float32).",
-            )
+    def _warn_about_loss(self) -> None:
+        self.warn_once(
+            "float16 loss",
+            "The loss is float16, so the backward pass overflows and steps are skipped "
+            "while the scale is above 65504. Compute the loss in float32, for example "
+            "from logits.astype(mx.float32).",
+        )
+
+    def _warn_about_updates(self) -> None:
+        self.warn_once(
+            "no step",
+            f"The weights changed {SKIPS_TO_WARN} times without a step of this scaler, "
+            "so a gradient that overflows writes NaN into them. Instead of update() of "
+            "the optimizer itself, call step() and update() of the GradScaler, or "
+            "update() of a LossScaleOptimizer.",
+        )
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         half = [
@@ -224,45 +255,6 @@ class Backward:
                 "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
                 "call mlx_gradscale.diagnostics.compute_dtypes().",
             )
-
-
-def differentiate(
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    casting: Casting,
-    scale: mx.array | None,
-) -> tuple[Writes, Any, Any]:
-    """Return the model's arrays, the loss function's output and the scaled gradients.
-
-    The gradients are with respect to the *cast* parameters and have their dtypes.
-    If ``scale`` is None, the loss is not scaled.
-    """
-    places = writable_arrays(model)
-    parameters = model.trainable_parameters()
-    trained = set(map(id, leaves(parameters)))
-    # The arrays that replace the parameters while the loss is computed.
-    substitutes: list[mx.array] = []
-
-    def scaled_loss(parameters: Any, args: Any, kwargs: Any) -> tuple[mx.array, Any]:
-        substitutes.extend(leaves(parameters))
-        model.update(parameters)
-        outputs = loss_fn(*args, **kwargs)
-        loss = loss_of(outputs).astype(mx.float32)
-        return loss if scale is None else loss * scale, outputs
-
-    args, kwargs = casting.inputs((args, kwargs))
-    try:
-        (_, outputs), gradients = mx.value_and_grad(scaled_loss)(
-            casting.parameters(model, parameters), args, kwargs
-        )
-    except BaseException:
-        commit(places)
-        raise
-    is_cast = casting.compute_dtype is not None
-    clean_up(places, trained, None if is_cast else substitutes)
-    return places, outputs, gradients
 
 
 def _is_zero(gradient: mx.array) -> bool:

@@ -256,13 +256,16 @@ def _run(
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
             check_shape(".".join(map(str, where)), old.shape, now[where].shape)
+            owner = _owner(where)
             # An unused moment, as in SGD without momentum, needs no select. Third-party
             # optimizers may modify arrays in place, so their moments are all selected.
-            # An empty array needs no kernel either, and Metal may abort on one.
-            if not old.size or (now[where] is alias and is_builtin(optimizer)):
+            # The state of an empty parameter stays: Metal may abort on a kernel without
+            # elements, and Adafactor would divide by zero.
+            is_unused = now[where] is alias and is_builtin(optimizer)
+            parameter = arrays.parameters.get(owner, old)
+            if is_unused or not old.size or not parameter.size:
                 selected.append(old)
                 continue
-            owner = _owner(where)
             flag = flags.get(owner, arrays.applied)
             updated = now[where]
             if is_small(old, dtype):

@@ -177,15 +177,16 @@ class GradScaler:
             model (nn.Module): The model to differentiate.
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
-            compute_dtype (Dtype, optional): Cast floating-point trainable parameters
-                and arguments to this dtype for the forward pass. The parameters of the
-                model itself keep their dtypes. The loss is float32. Default: ``None``.
+            compute_dtype (Dtype, optional): Cast floating-point trainable parameters,
+                and what the loss passes to the model or one of its modules, to this
+                dtype for the forward pass. Targets, and the parameters of the model
+                itself, keep their values. The loss is float32. Default: ``None``.
             keep (Callable, optional): A function of path and parameter that returns
                 True to leave the parameter in its own dtype. MLX then promotes
                 everything computed from it. To cast the output of a layer back, use
                 ``float32_layers`` instead. Default: ``None``.
-            cast_inputs (bool): If false, do not cast arguments of ``loss_fn``, such as
-                a target of 1e5, which is inf in float16. Default: ``True``.
+            cast_inputs (bool): If false, do not cast what enters the model, such as an
+                input of 1e5, which is inf in float16. Default: ``True``.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn

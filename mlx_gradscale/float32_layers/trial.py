@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from ..core.forward import is_opaque
+from ..core.forward import Casting, is_opaque
 from ..core.gradients import loss_of
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
@@ -291,8 +291,10 @@ class Trial:
         with preserved(self.model):
             # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
-            given = self.model, self.loss_fn, self.args, self.kwargs
-            return Trial(*given, compute_dtype=mx.float32).run([])
+            given = self.args, self.kwargs
+            given = tree_map(Casting(mx.float32).cast, given, is_leaf=is_opaque)
+            options: Any = {"compute_dtype": mx.float32, "cast_inputs": False}
+            return Trial(self.model, self.loss_fn, *given, **options).run([])
 
     def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
         """Lazily compute the loss and its unscaled gradients; suppress warnings."""

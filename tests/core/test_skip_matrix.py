@@ -25,6 +25,15 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SCRIPT = [-INF, None, None, NAN, INF, -INF, None]
 
 
+def same_but_empty(ours, bare):
+    """Compare states, except of an empty parameter, where Adafactor's becomes NaN."""
+    found = [
+        {p: x for p, x in tree_flatten(s) if "empty" not in p} for s in (ours, bare)
+    ]
+    assert len(found[0]) == len(found[1]) > 1
+    return same(*found)
+
+
 def scaled_gradients(tree, seed, scale, dtype):
     gradients = gradients_like(tree, seed, dtype=dtype)
     return gradients, tree_map(lambda g: (g * scale).astype(dtype), gradients)
@@ -117,7 +126,7 @@ def test_skipped_step_of_a_scaler_changes_no_bit_and_others_match_bare_steps(
     run = Run(make, mx.float32, compiled, wrap=False)
     bare, expected = run_script(run, make, mx.float32)
     assert same(run.box[0], expected)
-    assert same(run.inner.state, bare.state)
+    assert same_but_empty(run.inner.state, bare.state)
     assert not compiled or run.traced.count == 1
 
 
@@ -145,7 +154,7 @@ def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
     run = Run(make, dtype, mode == "compiled", wrap=True)
     bare, expected = run_script(run, make, dtype)
     assert same(run.optimizer.masters(run.box[0]), expected)
-    assert same(run.inner.state, bare.state)
+    assert same_but_empty(run.inner.state, bare.state)
     assert same(run.box[0], tree_map(lambda x: x.astype(dtype), expected))
     assert mode != "compiled" or run.traced.count == 1
 

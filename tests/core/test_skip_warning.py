@@ -52,6 +52,32 @@ def test_run_that_only_skips_warns_once_within_50_steps_of_the_fiftieth(kind):
     assert "explain_overflow" in found[0][1]
 
 
+@pytest.mark.parametrize(
+    ("update", "every", "dynamic", "n_warnings"),
+    [
+        ("optimizer", 1, True, 1),
+        ("scaler", 1, True, 0),
+        ("scaler", 1, False, 0),
+        ("scaler", 64, True, 0),
+        ("nothing", 1, True, 0),
+    ],
+)
+def test_updates_that_bypass_the_scaler_warn_once(update, every, dynamic, n_warnings):
+    model, optimizer, scaler = Mlp(), optim.SGD(0.01), GradScaler(64.0, dynamic=dynamic)
+    fn = scaler.value_and_grad(model, mse(model))
+
+    def step(i):
+        _, grads = fn(*batch(n=4))
+        if update == "optimizer":
+            optimizer.update(model, grads)
+        elif update == "scaler" and i % every == 0:
+            scaler.minimize(optimizer, model, grads)
+
+    found = [text for _, text in warnings_of(step, range(1, 131))]
+    assert len(found) == n_warnings
+    assert all("without a step of this scaler" in text for text in found)
+
+
 @pytest.mark.parametrize("start", [0, 3, 30, 49])
 def test_streak_of_50_skipped_steps_warns_wherever_it_starts(start):
     factors = [1.0] * start + [INF] * 50 + [1.0] * 100

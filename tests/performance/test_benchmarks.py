@@ -1,13 +1,19 @@
 """The benchmarks measure what they say, and the command prints and writes it."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from benchmarks import chart, harness, steps
+from benchmarks import chart, first_step, harness, steps
 from benchmarks.__main__ import main
 from benchmarks.steps import CASES
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_benchmarks_alternate_variants_and_report_the_lower_quartile():
@@ -67,3 +73,20 @@ def test_benchmark_chart_is_written_as_svg(tmp_path):
     ]
     chart.draw(rows, tmp_path / "chart.svg", "a machine")
     assert (tmp_path / "chart.svg").stat().st_size > 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX keeps kernels elsewhere.")
+def test_first_step_builds_at_most_four_more_kernels_than_a_bare_step(tmp_path):
+    built = {}
+    for variant in first_step.VARIANTS:
+        folder = tmp_path / variant
+        folder.mkdir()
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.first_step", variant, "16"],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(folder)},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        built[variant] = len(list(folder.rglob("*.so")))
+    assert built["scaled"] <= built["bare"] + 4, built

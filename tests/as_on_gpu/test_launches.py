@@ -1,0 +1,172 @@
+"""What a step costs on a GPU: how many kernels, bytes per parameter, and memory.
+
+The tool raises an error for a kernel with more than 31 buffers or without elements, so
+every step that is evaluated under it is also checked for that.
+"""
+
+import itertools
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+from support.helpers import OPTIMIZERS, Mlp, batch, mse
+
+from benchmarks import peak_memory, steps
+from benchmarks.steps import Case
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from tools.as_on_gpu import record
+
+LEAVES, SHAPE, SIZE = 16, (64, 128), 64 * 128
+CHECKED_TOGETHER = 8  # leaves of one shape
+# The arithmetic of the scale, the counters and the step count.
+MOST_SCALAR_LAUNCHES = 12
+
+# MLX's optimizers whose update is elementwise, so that it can be one kernel.
+NOT_ELEMENTWISE = {"Adafactor", "Adafactor moment", "Muon", "MultiOptimizer"}
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in NOT_ELEMENTWISE]
+# The bytes per parameter that an optimizer reads and writes for its moments.
+MOMENTS = {"SGD": 0, "SGD momentum": 8, "Lion": 8, "Adam": 16, "AdamW": 16}
+
+# Arguments of a Case, and the bytes per parameter that its step moves for weights and
+# gradients, plain and clipped. For example, float32 weights are read and written (8),
+# their gradients are read by the check and by the update (8), and the check joins eight
+# leaves into one, which it writes and reads (1; from half gradients 0.5, squares 1).
+MODES = {
+    "float32": ({}, 17.0, 17.0),
+    "float32 computed in float16": ({"compute_dtype": mx.float16}, 12.5, 13.0),
+    "float32 computed in bfloat16": ({"compute_dtype": mx.bfloat16}, 12.5, 13.0),
+}
+for half in (mx.float16, mx.bfloat16):
+    name = str(half).removeprefix("mlx.core.")
+    MODES[f"{name}, float32 masters"] = ({"dtype": half}, 16.5, 17.0)
+    remainder = {"dtype": half, "masters": "remainder"}
+    MODES[f"{name}, remainders"] = (remainder, 12.5, 13.0)
+
+
+def launches_of(case, compiled=True, transposed=False):
+    """Record the third step, after the first ones have made state and warnings."""
+    gradients = case.gradients([SHAPE[::-1] if transposed else SHAPE] * LEAVES)
+    if transposed:
+        gradients = [g.T for g in gradients]
+    step = steps.scaled_step(case, gradients, compiled)
+    step.run()
+    step.run()
+    with record() as launches:
+        step.run()
+    return launches
+
+
+def check_launches(launches, moved):
+    """Check that a step has one kernel per leaf, and moves this much per parameter."""
+    whole = [x for x in launches if x.elements == SIZE]
+    assert {x.primitive for x in whole} == {"Compiled"}
+    assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER
+    reductions = [x for x in launches if x.elements == 1 and x.bytes > SIZE]
+    # Metal reduces arrays of this size in two launches.
+    assert [x.count for x in reductions] == [2] * (LEAVES // CHECKED_TOGETHER)
+    assert sum(x.elements == 1 for x in launches) - len(reductions) <= (
+        MOST_SCALAR_LAUNCHES
+    )
+    assert not any(x.elements not in (1, SIZE) for x in launches)
+    # In quarters of a byte: what scalars take is less than that.
+    assert sum(x.bytes for x in launches) * 4 // (LEAVES * SIZE) / 4 == moved
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MOMENTS)
+def test_step_is_one_kernel_per_parameter_and_moves_as_many_bytes_as_documented(
+    name, mode
+):
+    given, *bases = MODES[mode]
+    for (clip, base), compiled in itertools.product(enumerate(bases), (True, False)):
+        case = Case(OPTIMIZERS[name], clip=bool(clip), **given)
+        check_launches(launches_of(case, compiled), base + MOMENTS[name])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_linear_layers_which_are_column_major_are_not_copied(mode):
+    given, moved, _ = MODES[mode]
+    launches = launches_of(Case(**given), transposed=True)
+    check_launches(launches, moved + MOMENTS["AdamW"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameter_without_elements_launches_nothing(mode):
+    given, *_ = MODES[mode]
+    for name, clip in itertools.product(MOMENTS, (False, True)):
+        case = Case(OPTIMIZERS[name], clip=clip, **given)
+        for compiled in (True, False):
+            gradients = case.gradients([(0, 3), (2, 3)])
+            step = steps.scaled_step(case, gradients, compiled)
+            step.run()
+            with record() as launches:
+                step.run()
+            assert all(x.elements for x in launches)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_elementwise_optimizer_is_one_kernel_per_parameter(name):
+    for mode, (given, *_) in MODES.items():
+        if name == "AdaDelta" and "remainders" in mode:
+            continue  # deeper than the 11 primitives that MLX fuses: four kernels
+        launches = launches_of(Case(OPTIMIZERS[name], clip=True, **given))
+        whole = [x for x in launches if x.elements == SIZE]
+        assert {x.primitive for x in whole} == {"Compiled"}, mode
+        assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER, mode
+
+
+@pytest.mark.parametrize("kind", ["scaler", "wrapper", "clipped"])
+def test_unscaled_gradients_cost_kernels_only_if_they_are_read(kind):
+    model, scaler, inner = Mlp(), GradScaler(64.0), optim.AdamW(1e-2)
+    norm = 1.0 if kind == "clipped" else None
+    optimizer = LossScaleOptimizer(inner, scaler, max_grad_norm=norm)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    for _ in range(3):
+        _, grads = loss_and_grad(*batch())
+        if kind == "scaler":
+            scaler.minimize(inner, model, grads)
+        else:
+            optimizer.update(model, grads)
+        mx.eval(model.state, optimizer.state, inner.state)
+    with record() as launches:
+        mx.eval(grads)
+    assert len(launches) >= len(tree_flatten(grads))
+
+
+def test_mlx_fuses_outputs_with_a_common_root_into_one_kernel():
+    def separate(a, b):
+        return a * 2 + b, a * 2 - b
+
+    def joined(a, b):
+        plus, minus = separate(a, b)
+        return mx.where(True, plus, minus), minus
+
+    a, b = mx.ones(8), mx.ones(8)
+    mx.eval(a, b)
+    with record() as apart:
+        mx.eval(mx.compile(separate)(a, b))
+    with record() as fused:
+        mx.eval(mx.compile(joined)(a, b))
+    assert len(apart) > len(fused) == 1
+
+
+# Bytes per parameter: kept between steps, and beyond that at the peak of an update. An
+# update writes new arrays for all that is kept, and the check joins eight leaves into
+# one, which takes half a byte for float32.
+MEMORY = {
+    "AdamW, float32, MLX alone": (12, 12),
+    "AdamW, float32": (12, 12.5),
+    "AdamW, float32, max_grad_norm": (12, 12.5),
+    "AdamW, float16, float32 master weights": (14, 14.25),
+    "AdamW, float16, remainders": (12, 12.25),
+    "AdamW, float32 computed in float16": (12, 12.25),
+}
+
+
+@pytest.mark.parametrize("name", peak_memory.RUNS)
+def test_step_takes_no_more_bytes_per_parameter_than_documented(name):
+    most_kept, most_added = MEMORY[name]
+    kept, _ = peak_memory.whole_step(name, width=128)
+    assert kept == pytest.approx(most_kept, abs=0.1)
+    assert peak_memory.update(name) <= most_added + 0.01
