@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
 from tools import as_on_gpu
 
 from . import steps
@@ -92,12 +91,7 @@ def _training(name: str, width: int) -> tuple[Callable[[], None], nn.Module]:
     optimizer: optim.Optimizer = case.optimizer()
     loss_and_grad = nn.value_and_grad(model, loss_fn)
     if name != BARE:
-        optimizer = LossScaleOptimizer(
-            optimizer,
-            GradScaler(steps.SCALE),
-            masters=case.masters,
-            max_grad_norm=steps.MAX_GRAD_NORM if case.clip else None,
-        )
+        optimizer = case.wrapped_optimizer()
         loss_and_grad = optimizer.value_and_grad(model, loss_fn, case.compute_dtype)
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]

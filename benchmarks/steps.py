@@ -93,10 +93,21 @@ class Case:
     compute_dtype: mx.Dtype | None = None
     clip: bool = False
     masters: str = "float32"
+    moments: str = "float32"
 
     def gradients(self, shapes: Shapes) -> list[mx.array]:
         """Return gradients in the dtype of this case's backward pass."""
         return random_arrays(shapes, self.compute_dtype or self.dtype)
+
+    def wrapped_optimizer(self) -> LossScaleOptimizer:
+        """Return this case's optimizer with loss scaling."""
+        return LossScaleOptimizer(
+            self.optimizer(),
+            GradScaler(SCALE),
+            max_grad_norm=MAX_GRAD_NORM if self.clip else None,
+            masters=self.masters,
+            moments=self.moments,
+        )
 
 
 CASES = {
@@ -104,6 +115,9 @@ CASES = {
     "AdamW, float32, max_grad_norm": Case(clip=True),
     "AdamW, float16, float32 master weights": Case(dtype=mx.float16),
     "AdamW, float16, remainders": Case(dtype=mx.float16, masters="remainder"),
+    "AdamW, float16, remainders, bfloat16 moments": Case(
+        dtype=mx.float16, masters="remainder", moments="bfloat16"
+    ),
     "AdamW, float32 computed in float16": Case(compute_dtype=mx.float16),
     "SGD with momentum, float32": Case(lambda: optim.SGD(1e-3, momentum=0.9)),
     "Lion, float32": Case(lambda: optim.Lion(1e-5)),
@@ -146,10 +160,7 @@ def bare_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> S
 def scaled_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
     """Return a step of ``LossScaleOptimizer.value_and_grad`` and ``update``."""
     model = Leaves([g.shape for g in gradients], case.dtype)
-    clipping = {"max_grad_norm": MAX_GRAD_NORM} if case.clip else {}
-    optimizer = LossScaleOptimizer(
-        case.optimizer(), GradScaler(SCALE), masters=case.masters, **clipping
-    )
+    optimizer = case.wrapped_optimizer()
     optimizer.init(model.trainable_parameters())
     loss_and_grad = optimizer.value_and_grad(model, model.loss, case.compute_dtype)
 

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..core.masters import HALF, half_bits, join, remainder_of
+from ..core.moments import cast_moments
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.ranks import Group
@@ -48,8 +49,9 @@ def restore_checkpoint(
     First create the model, the optimizer and the scaler as in the saved run, including
     schedules; the resumed run is then bit-identical to an uninterrupted one. Without a
     schedule, the learning rate is restored too. In distributed training, all ranks must
-    call this; only rank 0 reads. If the number of ranks, or the ``masters`` argument of
-    a ``LossScaleOptimizer``, has changed, results may differ from the original run's.
+    call this; only rank 0 reads. If the number of ranks, or the ``masters`` or
+    ``moments`` argument of a ``LossScaleOptimizer``, has changed, results may differ
+    from the original run's.
 
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
@@ -139,6 +141,8 @@ def _restore_optimizer(
     places = optimizer_places(optimizer)
     if is_wrapper:
         _convert_masters(state, places, weights)
+        own = {path: box[key] for path, (box, key) in places.items()}
+        state = cast_moments(state, own)
     # Some optimizers add values to the state of a parameter in a step.
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     endings = tuple(f".{name}" for name in weights)

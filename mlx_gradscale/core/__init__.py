@@ -1,10 +1,11 @@
 """The training core: loss scaling, skipped steps and master weights.
 
 Reading order: ``scale`` (the rule), ``trees``, ``fusion``, ``finite``, ``masters``,
-``notices``, ``forward``, ``gradients``, ``optimizers``, ``ranks``, ``guard`` (a step),
-``scaler``, ``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of
-the package. One step, for every kind of optimizer, is ``GradScaler._plan``: match
-gradients to parameters, inspect them, plan the results, advance the scale, commit.
+``notices``, ``forward``, ``gradients``, ``optimizers``, ``moments``, ``ranks``,
+``guard`` (a step), ``scaler``, ``optimizer``. Only ``GradScaler.save`` and ``load``
+import other parts of the package. One step, for every kind of optimizer, is
+``GradScaler._plan``: match gradients to parameters, inspect them, plan the results,
+advance the scale, commit.
 
 The words of this package:
 

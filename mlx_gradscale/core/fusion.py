@@ -14,10 +14,9 @@ once and read once more. How MLX 0.32 fuses (``compile_fuse`` in its compile.cpp
 Rule 2 is why a plain ``where(applied, new, old)`` on each result of AdamW gives five
 kernels: the new moment has two consumers, its own select and the parameter's, and
 neither is an input of the other. ``select`` makes all results inputs of a common root.
-``select_deep`` does the same for a graph that is deeper than 11. ``end_kernel``,
-``separate_cast`` and ``join`` shape what the check of the gradients reads, and
-``each_use`` keeps compiling fast. ``casts_first`` and ``factors`` help CPUs only: g++
-compiles the same kernels there, and vectorizes only some of them.
+``end_kernel``, ``separate_cast`` and ``join`` shape what the check of the gradients
+reads, and ``each_use`` keeps compiling fast. ``casts_first`` and ``factors`` help CPUs
+only: g++ compiles the same kernels there, and vectorizes only some of them.
 
 tests/as_on_gpu counts the kernels and bytes of every optimizer. If a new MLX fuses
 differently, these tests show it, and only this file has to change.
@@ -42,42 +41,18 @@ def select(
     """Return ``where(applied, new, old)``, as a common root of ``others``.
 
     Each of ``others`` becomes an operand of ``old``, in a branch that is never taken:
-    where ``old`` is selected, ``applied`` is false. The last one is outermost.
+    where ``old`` is selected, ``applied`` is false. The last one is outermost, so an
+    array comes before those that are computed from it.
+
+    By rule 2, an array in ``others`` cannot join the kernel before the walk comes to
+    its select, however deep the walk has met it before. So the depth counts anew from
+    there, and a graph deeper than 11 fits if it has enough arrays in ``others``.
     """
     for x in others:
         # Stay in the parameter's own dtype: a round trip through float32 flushes
         # bfloat16 subnormals on Apple GPUs and changes the bits of a float16 NaN.
         old = mx.where(applied, x.astype(old.dtype), old)
     return mx.where(applied, new, old)
-
-
-def select_deep(
-    applied: mx.array,
-    new: mx.array,
-    old: mx.array,
-    remainder: mx.array,
-    moments: Sequence[mx.array],
-    inner: Sequence[mx.array],
-) -> mx.array:
-    """Like :func:`select`, for a weight with a remainder.
-
-    From the root to the gradient, this graph is deeper than 11. So ``inner``, the
-    innermost nodes, have a second, shorter path from the root, and ``new`` is an
-    operand of that path, so that it is reached only once its other consumers are in.
-    """
-    dtype = old.dtype
-    gradient, *rest, last = inner
-    # The negation adds a node, without which the last one would be reached too early.
-    inside, above = -last, -gradient
-    for x in reversed(rest):
-        inside = mx.where(applied, x, inside)
-    for x in moments:
-        above = mx.where(applied, x, above)
-    inside = mx.where(applied, above, inside)
-    inside = mx.where(applied, new.astype(mx.float32), inside)
-    taken = mx.where(applied, new, remainder.astype(dtype))
-    skipped = mx.where(applied, inside.astype(dtype), old)
-    return mx.where(applied, taken, skipped)
 
 
 def root_of(changed: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -27,6 +27,7 @@ from .masters import (
     joined_master,
     to_float32,
 )
+from .moments import dither, is_small
 from .optimizers import (
     autocompiled,
     borrowed,
@@ -60,6 +61,7 @@ class Participant(NamedTuple):
     needs_init: Callable[[], bool]
     init: Callable[[Any], None]
     masters: Masters | None = None
+    moments: mx.Dtype = mx.float32
     # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
     norms: dict[str, Any] | None = None
 
@@ -191,7 +193,7 @@ def plan(
     def make_run() -> Callable[..., Any]:
         # A compiled step must not keep the gradients alive.
         structure = tree_map(lambda _: None, gradients)
-        return partial(_run, structure, inspected.scaled)
+        return partial(_run, structure, inspected.scaled, participant.moments)
 
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
@@ -199,7 +201,8 @@ def plan(
         owners = split_paths(optimizer, gradients)
         # Arrays are passed by position, so a state in another order needs a new trace.
         order = [list(arrays.gradients), [where for where, *_ in places], owners]
-        run = autocompiled(make_run, optimizer, (order, inspected.scaled))
+        settings = inspected.scaled, participant.moments
+        run = autocompiled(make_run, optimizer, (order, settings))
         state, new = run(old, scheduled_values(optimizer), arrays)
     elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
         state, new = make_run()(optimizer, old, scheduled_values(optimizer), arrays)
@@ -224,16 +227,20 @@ def _read(flag: mx.array) -> bool | None:
 def _run(
     structure: Any,
     scaled: set[str],
+    dtype: mx.Dtype,
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
     arrays: _Inputs,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
-    """Step on the device, select old or new values, and roll the optimizer back."""
+    """Step on the device, select old or new values, and roll the optimizer back.
+
+    ``dtype`` is the dtype of the moments.
+    """
     arrays = _Inputs(*arrays)
     with borrowed(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
-        given = [_alias(x) for x in state]
+        given = [to_float32(x) if is_small(x, dtype) else _alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
         masters, gradients, stepped = _step(structure, scaled, optimizer, arrays)
         if _signature(optimizer.state) != signature:
@@ -245,6 +252,7 @@ def _run(
             )
         # A parameter and its moments share a flag, so that their kernel reads only one.
         flags = dict(zip(gradients, fusion.each_use(arrays.applied), strict=False))
+        dithers = dict(zip(gradients, fusion.each_use(dither(optimizer)), strict=False))
         moments: dict[str, list[mx.array]] = {path: [] for path in gradients}
         selected: list[mx.array] = []
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
@@ -261,7 +269,10 @@ def _run(
                 selected.append(old)
                 continue
             flag = flags.get(owner, arrays.applied)
-            selected.append(mx.where(flag, now[where], old))
+            updated = now[where]
+            if is_small(old, dtype):
+                updated = (updated * dithers[owner]).astype(dtype)
+            selected.append(mx.where(flag, updated, old))
             moments.get(owner, []).append(selected[-1])
         new = {}
         for path, gradient in gradients.items():
@@ -385,10 +396,12 @@ def _select(
         rounded = new.astype(parameter.dtype)
         remainder = entries(new, rounded, stored)["remainders"]
         remainder = mx.where(applied, remainder, stored["remainders"])
-        weight = fusion.select_deep(
-            *(applied, rounded, parameter, remainder, moments),
-            inner=[gradient, old.master, *old.steps],
-        )
+        # From the new to the old weight, this graph is about 25 deep. The gradient is
+        # innermost because it is one array until it joins, and then two, with its
+        # factor: AdamW with bias correction and bfloat16 moments has 23 of 24.
+        both = mx.where(applied, rounded, remainder.astype(parameter.dtype))
+        others = [gradient, *old.steps, old.master, *moments, to_float32(rounded)]
+        weight = fusion.select(applied, both, parameter, others)
         return weight, {"remainders": remainder}
     if stored:
         # Select in a skipped step too, because a replaced weight is its own master.

@@ -38,7 +38,7 @@ _STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
 
 
 class Joined(NamedTuple):
-    """A float32 master weight and any intermediate results of a join, latest first."""
+    """A float32 master weight and any intermediate results of a join, first to last."""
 
     master: mx.array
     steps: tuple[mx.array, ...] = ()
@@ -78,18 +78,20 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
     value = to_float32(weight)
     if weight.dtype not in HALF:
         return Joined(value)
-    unit, steps = _unit(value, weight.dtype)
+    unit, start = _unit(value, weight.dtype)
     master = value + remainder.astype(mx.float32) / _STEPS[weight.dtype] * unit
-    fits = to_float32(master.astype(weight.dtype)) == value
-    return Joined(mx.where(fits, master, value), (master, *steps, value))
+    rounded = master.astype(weight.dtype)
+    fits = to_float32(rounded) == value
+    return Joined(mx.where(fits, master, value), (start, rounded))
 
 
-def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
+def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Return the unit of a remainder and the intermediate result it starts from."""
     if dtype == mx.float16:
-        return mx.maximum(mx.abs(value), 2.0**-14), ()
+        return mx.maximum(mx.abs(value), 2.0**-14), value
     # One ulp, with the weight's sign: adding 0.75 to 1.5 ulps rounds to the neighbor.
-    above = to_float32((value * (1 + 0.75 * 2.0**-7)).astype(dtype))
-    return above - value, (above,)
+    above = (value * (1 + 0.75 * 2.0**-7)).astype(dtype)
+    return to_float32(above) - value, above
 
 
 def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:

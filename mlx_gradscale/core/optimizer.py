@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from .finite import all_finite
 from .guard import Participant
 from .masters import HALF, Masters
+from .moments import DTYPES, cast_moments, check_moments
 from .optimizers import (
     check_supported,
     initialize,
@@ -51,6 +52,10 @@ class LossScaleOptimizer(Optimizer):
         masters (str): How to store master weights: ``"float32"``, or ``"remainder"`` to
             store only the rounding error, in 16 bits. This takes two bytes less per
             half-precision parameter, but is slower on CPUs. Default: ``"float32"``.
+        moments (str): The dtype of state arrays that have their parameter's own shape:
+            ``"float32"``, or ``"bfloat16"`` to store them in half the bytes, with a
+            dither instead of rounding to the nearest. Only for optimizers from
+            ``mlx.optimizers``. Default: ``"float32"``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
             all of them apply a step or none does. Default: the group of ``scaler``.
         average (bool): Average the gradients, except shards, over the group in float32.
@@ -82,6 +87,7 @@ class LossScaleOptimizer(Optimizer):
         *,
         max_grad_norm: float | None = None,
         masters: str = "float32",
+        moments: str = "float32",
         group: mx.distributed.Group | None = None,
         average: bool = False,
         sharded: Sharded | None = None,
@@ -91,6 +97,7 @@ class LossScaleOptimizer(Optimizer):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None:
             _check_norm(max_grad_norm)
+        check_moments(moments, optimizer)
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
@@ -104,6 +111,7 @@ class LossScaleOptimizer(Optimizer):
             self.scaler.group if group is None else group, average, sharded, self._clips
         )
         self._masters = Masters(masters)
+        self._moments = moments
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
         limit = mx.array(float(max_grad_norm or "inf"))
@@ -143,13 +151,14 @@ class LossScaleOptimizer(Optimizer):
         """
         refuse_multi_optimizer()
         if not self._ranks.is_single:
-            settings = {"masters": self._masters.kind} | self.scaler.state_dict()
-            settings["max_grad_norm"] = self.max_grad_norm
+            settings = {"masters": self._masters.kind, "moments": self._moments}
+            norm = {"max_grad_norm": self.max_grad_norm}
+            settings = settings | norm | self.scaler.state_dict()
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
             loaded = self._take_loaded() if self._is_loaded else None
-            initialize(self.optimizer, parameters)
+            initialize(self.optimizer, parameters, DTYPES[self._moments])
             for path, x in flatten(parameters):
                 if x.dtype in HALF:
                     self._masters.add(path, x)
@@ -193,9 +202,8 @@ class LossScaleOptimizer(Optimizer):
         """Return what :meth:`GradScaler.step` needs to know about this optimizer."""
         norms = self._state if self._clips else None
         first_steps = self._needs_init, self.init
-        return Participant(
-            self.optimizer, self._ranks, *first_steps, self._masters, norms
-        )
+        stored = self._masters, DTYPES[self._moments]
+        return Participant(self.optimizer, self._ranks, *first_steps, *stored, norms)
 
     def _needs_init(self) -> bool:
         return not self._initialized or (self._has_state and needs_init(self.optimizer))
@@ -341,6 +349,7 @@ class LossScaleOptimizer(Optimizer):
         places = slots(self.state)
         here = {".".join(map(str, path)): (box, key) for path, box, key in places}
         here = {p: x for p, x in here.items() if not p.startswith(_NOT_LOADED)}
+        loaded = cast_moments(loaded, {p: box[key] for p, (box, key) in here.items()})
         for path, (box, key) in here.items():
             _check_same(path, box[key], loaded.get(path))
         added = loaded.keys() - here.keys()

@@ -107,8 +107,12 @@ def needs_init(optimizer: Optimizer) -> bool:
     return is_empty
 
 
-def initialize(optimizer: Optimizer, parameters: Any) -> None:
-    """Create float32 state for parameters that have none, and upcast existing state.
+def initialize(
+    optimizer: Optimizer, parameters: Any, moments: mx.Dtype = mx.float32
+) -> None:
+    """Create state for parameters that have none, and cast existing state.
+
+    Arrays of their parameter's own shape are stored in ``moments``, others in float32.
 
     MLX initializes state in the dtype of the parameters. In float16, Adam's second
     moment would stay zero after a step with a gradient below 5e-3.
@@ -120,14 +124,18 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
         for name in part._schedulers:
             # A schedule may return a Python number.
             part.state[name] = mx.array(part.state[name])
-    for path, box, key in slots(optimizer.state):
-        if isinstance(box, tuple):
-            raise TypeError(
-                f"{type(optimizer).__name__} stores {'.'.join(map(str, path))!r} in a "
-                "tuple, which cannot be updated. Use a list or a dict in its state."
-            )
-        if box[key].dtype in HALF:
-            box[key] = box[key].astype(mx.float32)
+        shapes = {path: x.shape for path, x in flatten(tree)}
+        for where, box, key in slots(part.state):
+            *owner, _ = path = [str(each) for each in where]
+            if isinstance(box, tuple):
+                raise TypeError(
+                    f"{type(part).__name__} stores {'.'.join(path)!r} in a tuple, "
+                    "which cannot be updated. Use a list or a dict in its state."
+                )
+            is_own = shapes.get(".".join(owner)) == box[key].shape
+            dtype = moments if is_own else mx.float32
+            if box[key].dtype != dtype and box[key].dtype in (*HALF, mx.float32):
+                box[key] = box[key].astype(dtype)
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:

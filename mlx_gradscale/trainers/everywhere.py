@@ -71,7 +71,7 @@ def everywhere(
         float32_layers (Any, optional): Layers that compute in float32, as for
             :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find them on the
             first batch. Default: ``None``.
-        **arguments (Any): ``max_grad_norm`` and ``masters``, as for
+        **arguments (Any): ``max_grad_norm``, ``masters`` and ``moments``, as for
             :class:`LossScaleOptimizer`.
 
     Yields:

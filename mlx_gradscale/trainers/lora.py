@@ -44,6 +44,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "Store master weights in float32, or only their rounding error in 16 "
         "bits (remainder), which takes less memory. Default: float32.",
     },
+    "moments": {
+        "choices": ("float32", "bfloat16"),
+        "help": "Store the moments of the optimizer in this dtype. With --masters "
+        "remainder, bfloat16 takes 8 bytes per parameter in all. Default: float32.",
+    },
     "float32-layers": {
         "metavar": "FILE",
         "help": "JSON file that lists the layers to compute in float32, written by "
@@ -62,7 +67,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
 }
 # The flags that are passed to LossScaleOptimizer if they are given.
-_ARGUMENTS = ("max_grad_norm", "masters")
+_ARGUMENTS = ("max_grad_norm", "masters", "moments")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

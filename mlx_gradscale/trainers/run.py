@@ -14,7 +14,7 @@ from ..float32_layers.where import read_where
 from .everywhere import everywhere
 
 # The options that are passed to everywhere() if they are given.
-_ARGUMENTS = ("init_scale", "max_grad_norm")
+_ARGUMENTS = ("init_scale", "max_grad_norm", "masters", "moments")
 # What warnings of everywhere() say, and what to say instead.
 _FLAGS = {
     'float32_layers="auto"': "--float32-layers auto",
@@ -93,6 +93,16 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--init-scale", type=float, help="initial loss scale (default: automatic)")
     add("--max-grad-norm", type=float, help="clip gradients to this global norm")
+    add(
+        "--masters",
+        choices=("float32", "remainder"),
+        help="store master weights in float32, or only their rounding error",
+    )
+    add(
+        "--moments",
+        choices=("float32", "bfloat16"),
+        help="store the moments of the optimizer in this dtype",
+    )
     add(
         "--compute-dtype",
         choices=("float16", "bfloat16"),

@@ -299,6 +299,7 @@ def test_error_raised_by_mlx_lm_keeps_its_traceback(place, tmp_path):
         (["--loss-scale", "128"], 128.0, mx.float16),
         (["-c", "loss_scale: off\ndtype: bfloat16"], 1.0, mx.bfloat16),
         (["-c", "loss_scale: 1024\nmasters: remainder"], 1024.0, mx.float16),
+        (["--moments", "bfloat16", "--loss-scale", "8"], 8.0, mx.float16),
     ],
 )
 def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):

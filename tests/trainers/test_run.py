@@ -147,6 +147,7 @@ def test_float32_layers_flag_fixes_a_script_that_overflows(tmp_path, capsys):
         (["nothere.py"], "the file nothere.py does not exist"),
         (["--init-scale", "0", __file__], "scale must be"),
         (["--max-grad-norm", "-1", __file__], "max_grad_norm must be a positive"),
+        (["--moments", "float16", __file__], "invalid choice: 'float16'"),
         (["--float32-layers", "none.json", __file__], "none.json"),
         (["--float32-layers", SCALER_STATE, __file__], "does not contain a list"),
     ],
