@@ -4,16 +4,15 @@ MLX collectives have no tags and no timeout. All ranks must call these functions
 same order; if one does not, the others block until it makes another call or exits.
 """
 
-import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from .core.finite import arrays
-from .core.ranks import Group, is_single
+from .core.ranks import Group, check_group, gather, is_single, list_differences
 from .core.trees import flatten
 from .files.arrays import CODES, DTYPES, checksum
 from .files.text import dtype_name
@@ -21,7 +20,8 @@ from .files.trees import decode, encode
 
 __all__ = ["assert_in_sync", "broadcast", "from_rank_0"]
 
-_LISTED = 8
+# Packages whose functions may run between the user's call and a gather.
+_BETWEEN = ("mlx_gradscale.", "contextlib.")
 
 
 def assert_in_sync(tree: Any, group: Group | None = None) -> None:
@@ -43,20 +43,12 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
         >>> from mlx_gradscale.distributed import assert_in_sync
         >>> assert_in_sync(nn.Linear(2, 2).parameters(), mx.distributed.init())
     """
-    group = mx.distributed.init() if group is None else group
+    group = _group_or_all(group)
     arrays(tree)
     if is_single(group):
         return
     tables = _gather({path: _describe(x) for path, x in flatten(tree)}, group)
-    lines = []
-    for path in dict.fromkeys(path for table in tables for path in table):
-        found = [table.get(path, "nothing") for table in tables]
-        if len(set(found)) > 1:
-            each = (f"rank {rank} has {x}" for rank, x in enumerate(found))
-            lines.append(f"The ranks differ in {path!r}: {', '.join(each)}.")
-    if lines:
-        if len(lines) > _LISTED:
-            lines[_LISTED:] = [f"... and {len(lines) - _LISTED} more."]
+    if lines := list_differences(tables):
         lines.append("To copy these values from rank 0, use broadcast().")
         raise RuntimeError("\n".join(lines))
 
@@ -98,7 +90,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
         >>> scaler.get_scale()
         512.0
     """
-    group = mx.distributed.init() if group is None else group
+    group = _group_or_all(group)
     if is_single(group):
         return load()
     found: dict[str, mx.array] = {}
@@ -127,12 +119,20 @@ def raise_together(group: Group) -> Iterator[None]:
         yield
     except Exception as problem:
         error = problem
-    errors = _gather(error and f"{type(error).__name__}: {error}", group)
+    try:
+        errors = _gather(error and f"{type(error).__name__}: {error}", group)
+    except RuntimeError as mismatch:  # caused by the error, if there was one
+        raise error or mismatch from None
     if error is not None:
         raise error
     for rank, text in enumerate(errors):
         if text is not None:
             raise RuntimeError(f"Rank {rank} failed with {text}")
+
+
+def _group_or_all(group: Group | None) -> Group:
+    check_group(group)
+    return mx.distributed.init() if group is None else group
 
 
 def _describe(x: mx.array) -> str:
@@ -142,13 +142,12 @@ def _describe(x: mx.array) -> str:
 
 
 def _gather(value: Any, group: Group) -> list[Any]:
-    """Gather a JSON-serializable value from all ranks."""
-    text = json.dumps(value).encode()
-    size = mx.array([len(text)])
-    sizes = np.array(mx.distributed.all_gather(size, group=group)).tolist()
-    row = np.frombuffer(text.ljust(max(sizes)), np.uint8)[None]
-    rows = np.array(mx.distributed.all_gather(mx.array(row), group=group))
-    return [json.loads(x.tobytes()[:n]) for x, n in zip(rows, sizes, strict=True)]
+    """Gather a value from all ranks; errors name the function that the user called."""
+    frame, call = sys._getframe(1), ""
+    while f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN) and frame.f_back:
+        name, frame = frame.f_code.co_name, frame.f_back
+        call = call if name.startswith(("_", "<")) else name
+    return gather(value, group, call)
 
 
 def _sum_of_bytes(x: mx.array, group: Group) -> mx.array:

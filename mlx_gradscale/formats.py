@@ -1,6 +1,6 @@
 """Convert the scaler states of other frameworks.
 
-Apex, DeepSpeed and Megatron save the states of their own scalers. A converted
+Apex, DeepSpeed, Megatron and Paddle save the states of their own scalers. A converted
 state has PyTorch's five keys, and those of this package's own fields (``hysteresis``,
 ``min_scale`` and so on) that differ from their defaults. A :class:`FormatWarning` lists
 the defaults that are assumed for missing settings.
@@ -46,6 +46,20 @@ _USUAL |= {"min_scale": 1.0, "hysteresis": 2}
 FORMATS: dict[str, Format] = {
     "torch": Format(
         {*TORCH_KEYS}, {key: key for key in TORCH_KEYS} | _OWN_KEYS, assumed={}
+    ),
+    "paddle": Format(
+        {"incr_ratio", "decr_ratio", "incr_count", "decr_count"},
+        {
+            "scale": "scale",
+            "growth_factor": "incr_ratio",
+            "growth_interval": "incr_every_n_steps",
+            "_growth_tracker": "incr_count",
+            "backoff_factor": "decr_ratio",
+            "backoff_interval": "decr_every_n_nan_or_inf",
+            "backoff_tracker": "decr_count",
+            "dynamic": "use_dynamic_loss_scaling",
+        },
+        assumed={},
     ),
     "megatron": Format(
         {"scale", "growth_tracker", "hysteresis_tracker"},
@@ -129,23 +143,6 @@ def recognize(state: Mapping[str, Any]) -> str:
         f"Cannot identify the scaler format from the keys {sorted(keys)[:20]}. Pass "
         f"format=... to formats.read_state(), one of {', '.join(FORMATS)}."
     )
-
-
-def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
-    """Return whether a dict looks like a scaler state.
-
-    It must have the keys of a format, and no nested values. Unless it is stored under a
-    name like "scaler" (``is_named``), only PyTorch's format counts, because the keys of
-    the others are common words.
-    """
-    known = FORMATS.values() if is_named else [FORMATS["torch"]]
-    try:
-        values = _flat(state)
-    except ValueError:
-        return False
-    has_keys = any(row.required <= values.keys() for row in known)
-    containers = (Mapping, list, tuple)
-    return has_keys and not any(isinstance(x, containers) for x in values.values())
 
 
 def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str, Any]:

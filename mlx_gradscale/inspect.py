@@ -18,7 +18,7 @@ from .checkpoint import latest_checkpoint
 from .commands import run_command
 from .convert.command import LIMIT_FLAGS, read_limits
 from .files.arrays import read_shapes
-from .files.paths import read_json
+from .files.paths import LONGEST_JSON, open_file, read_json
 from .files.text import align, dtype_name, plural, printable, shorten
 from .torch_checkpoint import Limits, TensorShape, plain_value
 
@@ -27,8 +27,8 @@ __all__ = ["describe", "main", "render"]
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
-# Bytes of JSON that count as one operation, and operations per safetensors tensor.
-_JSON_BYTES, _TENSOR = 3, 50
+# Bytes of JSON, such as the header of a safetensors file, that count as one operation.
+_JSON_BYTES = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +67,10 @@ def _inspect(argv: Sequence[str] | None) -> None:
     arguments = parser.parse_args(argv)
     found = describe(arguments.path, read_limits(arguments.limit))
     print(json.dumps(found, indent=1) if arguments.json else render(found))
+    if found["errors"]:
+        number = plural(len(found["errors"]), "file")
+        name, why = next(iter(found["errors"].items()))
+        raise ValueError(f"{number} could not be read. {name}: {why}")
 
 
 def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
@@ -77,32 +81,41 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
         limits (Limits, optional): Limits on memory and work. Default: ``Limits()``.
 
     Returns:
-        dict: ``path``, and ``entries`` with a dict for each value: its ``name``, and
-        its ``value`` or, for a tensor, its ``shape`` and ``dtype``.
+        dict: ``path``; the numbers of ``tensors`` and of their ``elements``;
+        ``entries``, the first 20,000 values, each a dict with the ``name`` and the
+        ``value`` or, for a tensor, the ``shape`` and ``dtype``; and ``errors``, which
+        maps each file of a folder that cannot be read to the reason.
     """
     path = Path(path)
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
     limits = limits or Limits()  # shared by all files of a folder
-    content = _read_folder(path, limits) if is_folder else _read(path, limits)
+    errors: dict[str, str] = {}
+    content = _read_folder(path, limits, errors) if is_folder else _read(path, limits)
     entries = list(islice(_entries(content, ()), _MOST_ROWS + 1))
     if len(entries) > _MOST_ROWS:
-        entries[-1] = {"name": "...", "value": "and more"}
-    return {"path": str(path), "entries": entries}
+        entries[-1] = {"name": "...", "value": f"only {_MOST_ROWS:,} values are listed"}
+    sizes = _sizes(content)
+    numbers = {"tensors": len(sizes), "elements": sum(sizes)}
+    return {"path": str(path), **numbers, "entries": entries, "errors": errors}
 
 
-def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
+def _read_folder(path: Path, limits: Limits, errors: dict[str, str]) -> dict[str, Any]:
     """Read the files in a folder or, if it holds checkpoints, in the newest one."""
-    folder = path
+    folder, found = path, dict[str, Any]()
     with suppress(FileNotFoundError):
         folder = latest_checkpoint(path)
-    found = {
-        str(file.relative_to(path)): "symbolic link, not followed"
-        if file.is_symlink()
-        else _read(file, limits)
-        for file in sorted(folder.iterdir())
-        if file.suffix in _SUFFIXES and not file.is_dir()
-    }
-    if not found:
+    for file in sorted(folder.iterdir()):
+        name = str(file.relative_to(path))
+        if file.suffix not in _SUFFIXES or file.is_dir():
+            continue
+        if file.is_symlink():
+            found[name] = "symbolic link, not followed"
+            continue
+        try:
+            found[name] = _read(file, limits)
+        except _EXPECTED as error:
+            errors[name] = shorten(str(error).removeprefix(f"{file}: "), 400)
+    if not found and not errors:
         raise ValueError(f"{path} contains no files of type {', '.join(_SUFFIXES)}.")
     return found
 
@@ -110,15 +123,21 @@ def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
 def _read(path: Path, limits: Limits) -> Any:
     try:
         if path.suffix == ".json":
-            limits.spend(path.stat().st_size // _JSON_BYTES)
+            _spend_json(path.stat().st_size, limits)
             return read_json(path)
         if path.suffix == ".safetensors":
+            with open(path, "rb", opener=open_file) as file:
+                _spend_json(int.from_bytes(file.read(8), "little"), limits)
             found = sorted(read_shapes(path).items())
-            limits.spend(_TENSOR * len(found))
             return {n: TensorShape(shape, dtype_name(x)) for n, (x, shape) in found}
         return torch_checkpoint.shapes(path, limits)
     except torch_checkpoint.CheckpointError as error:
         raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+
+
+def _spend_json(size: int, limits: Limits) -> None:
+    if size <= LONGEST_JSON:  # longer text is refused before it is parsed
+        limits.spend(size // _JSON_BYTES)
 
 
 def _entries(value: Any, path: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -137,6 +156,21 @@ def _entries(value: Any, path: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     else:
         for key, item in pairs:
             yield from _entries(item, (*path, str(_shown(key))))
+
+
+def _sizes(content: Any) -> list[int]:
+    """Return the number of elements of each tensor, each time that it appears."""
+    sizes, pending, seen = [], [content], set()
+    for value in pending:
+        plain = plain_value(value)
+        if isinstance(value, TensorShape):
+            sizes.append(math.prod(value.shape))
+        elif isinstance(plain, (dict, list, tuple)) and id(value) not in seen:
+            pending += plain.values() if isinstance(plain, dict) else plain
+            # A namespace may contain itself. Other containers cannot.
+            if plain is not value:
+                seen.add(id(value))
+    return sizes
 
 
 def _is_plain(value: Any) -> bool:
@@ -165,21 +199,23 @@ def render(found: dict[str, Any]) -> str:
 
     Example:
         >>> entry = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32"}
-        >>> print(render({"path": "a.pt", "entries": [entry]}))
+        >>> found = {"path": "a.pt", "tensors": 1, "elements": 6, "entries": [entry]}
+        >>> print(render(found))
         a.pt: 1 tensor, 6 elements
         <BLANKLINE>
         name       value
         fc.weight  float32 2x3
     """
-    rows, sizes = [("name", "value")], []
+    rows = [("name", "value")]
     for entry in found["entries"]:
         value = entry.get("value")
         if "shape" in entry:
-            sizes.append(math.prod(entry["shape"]))
             value = f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
         rows.append((entry["name"], value))
-    numbers = f"{plural(len(sizes), 'tensor')}, {plural(sum(sizes), 'element')}"
-    head = f"{found['path']}: {numbers}"
+    for name, why in found.get("errors", {}).items():
+        rows.append((name, f"cannot be read: {why}"))
+    tensors, elements = (plural(found[x + "s"], x) for x in ("tensor", "element"))
+    head = f"{found['path']}: {tensors}, {elements}"
     return "\n".join([printable(head), "", align(rows, left=2)])
 
 

@@ -3,9 +3,10 @@
     python tools/bombs.py                all of them, about ten minutes
     python tools/bombs.py JSON zip       only those whose names contain JSON or zip
 
-Each checkpoint must take at most 30 s of CPU time and 1 GB of memory, and the command
-must succeed, or print one error and exit with code 1. The checkpoints are the bombs of
-the tests at the full size of the limits, and some that are just within the limits.
+Each checkpoint must take at most 30 s of CPU time, and 1 GB of memory and of disk, and
+the command must succeed, or print one error and exit with code 1. The checkpoints are
+the bombs of the tests at the full size of the limits, and some that are just within the
+limits.
 """
 
 import json
@@ -30,8 +31,15 @@ from support.convert_runs import Holder, forward, small, usual  # noqa: E402
 from torch_checkpoint import test_limits as pickles  # noqa: E402
 
 from mlx_gradscale import torch_checkpoint  # noqa: E402
-from mlx_gradscale.convert.template import TEMPLATE  # noqa: E402
-from tests.support.torch_files import pack, pickled, tensor, text  # noqa: E402
+from mlx_gradscale.convert.template_file import TEMPLATE  # noqa: E402
+from tests.support.torch_files import (  # noqa: E402
+    legacy,
+    pack,
+    pickled,
+    tensor,
+    text,
+)
+from tests.support.torch_files import name as path  # noqa: E402
 
 SECONDS, BYTES = 30, 10**9
 OPERATIONS = torch_checkpoint.Limits().operations
@@ -67,6 +75,34 @@ def expanded(megabytes: int, count: int = 1) -> bytes:
     return pickled(b"}(" + b"".join(named) + b"u")
 
 
+def wide_text(megabytes: float) -> bytes:
+    """Return a text that takes four times its size in the file."""
+    return text("x" * int(megabytes * 10**6) + "\U0001f600")
+
+
+def chain(length: int) -> bytes:
+    """Return names, each of which is the state of the one before."""
+    return b"".join(path("x", str(i)) for i in range(length + 1)) + b"b" * length
+
+
+def sparse(view: bytes, hole: int) -> tuple[bytes, int, bytes]:
+    """Return a file with a hole before the zip directory, in three parts."""
+    data = pack(
+        {"data.pkl": b"\x80\x02}" + text("x") + view + b"s.", "data/0": bytes(16)}
+    )
+    at, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06") + 16
+    place = (at + hole).to_bytes(4, "little")
+    return data[:at], hole, data[at:end] + place + data[end + 4 :]
+
+
+def parameters(megabytes: int, count: int) -> bytes:
+    """Return the pickle of Parameters that are all the same expanded view."""
+    view = tensor(shape=(megabytes * 2**18,), strides=(0,))
+    made = path("torch._utils", "_rebuild_parameter") + b"q\x00(" + view + b"\x88"
+    made += path("collections", "OrderedDict") + b")Rtq\x01"
+    return pickled(b"}" + text("x") + b"(" + made + b"h\x00h\x01R" * count + b"ts")
+
+
 def trainer(history: str) -> Files:
     state = f'{{"global_step": 1, "log_history": {history}}}'
     return {"model.pt": small()[0], "trainer_state.json": state.encode()}
@@ -76,6 +112,7 @@ def array(value: str, count: int) -> str:
     return f"[{','.join([value] * count)}]"
 
 
+GETATTR = path("builtins", "getattr") + path("x", "Y")
 INSPECT: dict[str, Callable[[], Files]] = {
     **{
         f"pickle: {name}": lambda make=make: {"a.pt": pickled(make(OPERATIONS))}
@@ -98,6 +135,21 @@ INSPECT: dict[str, Callable[[], Files]] = {
         )
     },
     "legacy file of lists": lambda: {"a.pt": b"\x80\x02(" + b"]" * 2 * OPERATIONS},
+    "legacy file of text and dicts": lambda: {
+        "a.pt": legacy(b"(" + wide_text(70) + b"}K\x00Ns" * (OPERATIONS // 5) + b"t")
+    },
+    "chain of names": lambda: {"a.pt": pickled(chain(250_000))},
+    **{
+        f"name of wide text: {kind}": lambda make=make, named=named: {
+            "a.pt": make(wide_text(78) + named)
+        }
+        for kind, make, named in (
+            ("zip", pickled, text("y") + b"\x93"),
+            ("twice", pickled, b"q\x00h\x00\x93"),
+            ("legacy", legacy, text("y") + b"\x93"),
+            ("getattr", lambda x: pickled(GETATTR + x), b"\x86R"),
+        )
+    },
     "folder of twenty files": lambda: {f"{i}.pt": lists() for i in range(20)},
     "folder of JSON files": lambda: {
         f"{i}.json": array('{"a":1}', JSON_BYTES // 8).encode() for i in range(5)
@@ -139,6 +191,35 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
         },
         SMALL,
     ),
+    "tree: expanded view in a sparse file": (
+        lambda: {
+            "model.pt": small()[0],
+            "scheduler.pt": sparse(
+                tensor(shape=(375_000_000,), strides=(0,)) + b"\x85", 250_000_000
+            ),
+        },
+        SMALL,
+    ),
+    "tree: Parameters of one view": (
+        lambda: {"model.pt": small()[0], "scheduler.pt": parameters(400, 5)},
+        SMALL,
+    ),
+    "tree: a view, text and dicts": (
+        lambda: {
+            "model.pt": small()[0],
+            "scheduler.pt": pickled(
+                (
+                    b"}"
+                    + text("x")
+                    + tensor(shape=(500 * 2**18,), strides=(0,))
+                    + b"\x85s"
+                )
+                + (text("y") + wide_text(30) + b"s")
+                + (text("z") + b"(" + b"}K\x00Ns" * 150_000 + b"ts")
+            ),
+        },
+        SMALL,
+    ),
     # Templates for converting an MLX checkpoint to PyTorch.
     "template: lists": (lambda: {TEMPLATE: lists()}, SMALL),
     "template: dicts": (lambda: {TEMPLATE: dicts()}, SMALL),
@@ -171,6 +252,12 @@ def write(name: str, folder: Path) -> None:
     for file, content in files.items():
         if isinstance(content, bytes):
             (folder / file).write_bytes(content)
+        elif isinstance(content, tuple):
+            start, hole, end = content
+            with open(folder / file, "wb") as opened:
+                opened.write(start)
+                opened.seek(hole, os.SEEK_CUR)
+                opened.write(end)
         else:
             torch_checkpoint.save(folder / file, content)
 
@@ -213,7 +300,8 @@ def run(name: str, place: Path) -> tuple[float, int, str]:
         ended = f"refused: ...{lines[0][-70:].strip()}"
     seconds = usage.ru_utime + usage.ru_stime
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if seconds > SECONDS or peak > BYTES:
+    written = sum(file.stat().st_size for file in (place / "out").rglob("*"))
+    if seconds > SECONDS or max(peak, written) > BYTES:
         ended = f"FAILED: too expensive, {ended}"
     return seconds, peak, ended
 

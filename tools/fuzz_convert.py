@@ -24,13 +24,9 @@ import mlx.nn as nn
 
 from mlx_gradscale.checkpoint.save import describe_optimizer
 from mlx_gradscale.convert.options import Options
-from mlx_gradscale.convert.save import gather, write_template
-from mlx_gradscale.convert.template import (
-    build_optimizer,
-    from_object,
-    make_template,
-    to_object,
-)
+from mlx_gradscale.convert.save import gather, write_run
+from mlx_gradscale.convert.template import make_template
+from mlx_gradscale.convert.template_file import build_optimizer, from_object, to_object
 from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape
 
 EXPECTED = (ValueError, OSError)
@@ -148,9 +144,9 @@ def convert_tree(tree: Any, folder: Path) -> None:
     run = gather(model)
     if template.groups:
         run = run._replace(optimizer=flat, description=_description(template))
-    write_template(folder / "out.pt", template, run, overwrite=True)
-    template.drop_tensors()
-    from_object(to_object(template))
+    write_run(folder / "out.pt", template, run, overwrite=True)
+    template.drop_tensors([], weights)
+    from_object(to_object(template), folder)
 
 
 def _description(template: Any) -> dict[str, Any]:
@@ -163,9 +159,9 @@ def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     template, _ = make_template(tree, model, Options())
     flat = template.optimizer_state()
     run = gather(model)._replace(optimizer=flat, description=_description(template))
-    template.drop_tensors()
-    damaged = from_object(mutate(to_object(template), rng) or {})
-    write_template(folder / "out.pt", damaged, run, overwrite=True)
+    template.drop_tensors([], template.weights())
+    damaged = from_object(mutate(to_object(template), rng) or {}, folder)
+    write_run(folder / "out.pt", damaged, run, overwrite=True)
 
 
 def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:

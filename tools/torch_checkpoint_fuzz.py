@@ -35,6 +35,7 @@ from mlx_gradscale.torch_checkpoint import (
     Limits,
     Placeholder,
     TensorShape,
+    TorchSize,
     plain_value,
 )
 
@@ -332,7 +333,7 @@ def check_way_back(value: Any) -> None:
 def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
     if isinstance(expected, torch.dtype):
         return str(value) != str(expected)
-    if isinstance(expected, (torch.device, torch.Size)):
+    if isinstance(expected, torch.device):
         made = type(expected)(*value.args)
         return value.path != f"torch.{made.__class__.__name__}" or made != expected
     if isinstance(expected, torch.Tensor) and isinstance(value, Placeholder):
@@ -353,9 +354,9 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
         )
     if isinstance(expected, (list, tuple)):
         pairs = zip(value, expected, strict=False)
-        return len(value) != len(expected) or any(
-            differs_from_torch(a, b, torch) for a, b in pairs
-        )
+        is_size = isinstance(expected, torch.Size)
+        is_same = len(value) == len(expected) and is_size == (type(value) is TorchSize)
+        return not is_same or any(differs_from_torch(a, b, torch) for a, b in pairs)
     return (
         value != expected
         if isinstance(expected, set)
@@ -378,6 +379,10 @@ def judge(data: bytes, torch: Any = None) -> str:
         expected = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception:
         return "loaded"
+    if differs_from_torch(value, expected, torch) and data.startswith(b"PK"):
+        # PyTorch returns uninitialized memory for a record that is marked as a folder.
+        file = io.BytesIO(pack(unpack(data)))
+        expected = torch.load(file, weights_only=True, map_location="cpu")
     if differs_from_torch(value, expected, torch):
         raise AssertionError("load() and torch.load() read different values")
     return "same as torch"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import discard, sync, temporary_folder
+from ..files.atomic import copy_modes, discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
@@ -138,10 +138,14 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
         )
     run.mkdir(parents=True, exist_ok=True)
     with temporary_folder(run) as folder:
+        # Keep the permissions of the newest checkpoint, if there is one.
+        last = (_list_saves(run) or [folder])[-1]
+        copy_modes(last, folder)
         write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
         write_arrays(folder / _ARRAYS, arrays)
         (folder / _JSON).write_bytes(text)
         (folder / _CHECKSUMS).write_text(json.dumps(_compute_checksums(folder)))
+        copy_modes(last, folder)
         sync(folder / _JSON, folder / _CHECKSUMS, folder)
         _rename_to_next(folder, run)
         sync(run)

@@ -224,8 +224,9 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     if was != now:
         raise ValueError(
             f"it was saved with {shorten(was)}, but the optimizer is {now}. Create the "
-            "optimizer as in the saved run, or load only the weights with "
-            'model.load_weights(".../model.safetensors").'
+            "optimizer as in the saved run, or load only the weights: "
+            "model.load_weights([*mlx_gradscale.checkpoint.read_checkpoint(path)"
+            ".weights.items()])."
         )
     for old, new in zip(saved, own, strict=True):
         for name, value in new["values"].items():
@@ -236,12 +237,13 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
                     f"one has {name}={value}. Create the optimizer as in the saved "
                     "run, and change its settings after restoring."
                 )
-        if old["schedules"] != new["schedules"]:
+        # A run that mlx_gradscale convert wrote has no schedule until it is resumed.
+        missing = [name for name in old["schedules"] if name not in new["schedules"]]
+        if missing:
             warnings.warn(
-                f"The saved {new['class']} had schedules for "
-                f"{shorten(old['schedules'])}, but this optimizer has schedules for "
-                f"{new['schedules']}. Checkpoints do not contain schedules, so create "
-                "the optimizer with the same schedules.",
+                f"The saved {new['class']} had a schedule for {list_some(missing)}, "
+                "but this optimizer does not. Checkpoints do not contain schedules, so "
+                "create the optimizer with the same schedules.",
                 stacklevel=3,
             )
 

@@ -1,6 +1,7 @@
 """``save_checkpoint``: atomically save the state that a run needs to resume."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,16 +99,8 @@ def save_checkpoint(
     if isinstance(optimizer, LossScaleOptimizer) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
     with raise_together(group):
-        weights, others = _split_weights(model, frozen)
-        places = optimizer_places(optimizer)
-        state = {path: box[key] for path, (box, key) in places.items()}
-        description: dict[str, Any] = {
-            "settings": describe_optimizer(optimizer),
-            "frozen": {name: fingerprint(x) for name, x in others.items()},
-            "orders": {"model": find_orders(weights), "optimizer": find_orders(state)},
-        }
-        if isinstance(optimizer, LossScaleOptimizer):
-            state |= _current_masters(model, optimizer)
+        saved = capture(model, optimizer, scaler, frozen)
+        state = saved.optimizer
         arrays = {path: x for path, x in state.items() if isinstance(x, mx.array)}
         arrays.pop("grad_norm", None)  # non-finite after a skipped step
         same = {"model": model.trainable_parameters(), "optimizer": arrays}
@@ -118,13 +111,34 @@ def save_checkpoint(
             )
     assert_in_sync(same | {"scaler": scaler.state if scaler else {}}, group)
     key = cast(list[mx.array], mx.random.state)[0]
-    description["random"] = mx.distributed.all_gather(key[None], group=group)
-    mx.eval(description["random"])  # on every rank
+    random = mx.distributed.all_gather(key[None], group=group)
+    mx.eval(random)  # on every rank
     with raise_together(group):
         if group.rank() == 0:
-            numbers = scaler.state_dict() if scaler else None
-            saved = Checkpoint(weights, state, numbers, extra, description)
-            write_checkpoint(Path(path), saved, keep)
+            saved.description["random"] = random
+            write_checkpoint(Path(path), saved._replace(extra=extra), keep)
+
+
+def capture(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler | None,
+    frozen: bool | None = True,
+) -> Checkpoint:
+    """Return the state of a run, except for the random state and extra values."""
+    weights, others = _split_weights(model, frozen)
+    places = optimizer_places(optimizer)
+    state = {path: box[key] for path, (box, key) in places.items()}
+    description = {
+        "settings": describe_optimizer(optimizer),
+        "next_rates": _next_rates(optimizer),
+        "frozen": {name: fingerprint(x) for name, x in others.items()},
+        "orders": {"model": find_orders(weights), "optimizer": find_orders(state)},
+    }
+    if isinstance(optimizer, LossScaleOptimizer):
+        state |= _current_masters(model, optimizer)
+    numbers = None if scaler is None else scaler.state_dict()
+    return Checkpoint(weights, state, numbers, {}, description)
 
 
 def find_scaler(optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
@@ -188,6 +202,21 @@ def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
         kind, schedules = type(single).__name__, sorted(single._schedulers)
         rows.append({"class": kind, "schedules": schedules, "values": values})
     return rows
+
+
+def _next_rates(optimizer: Optimizer) -> list[float | None]:
+    """Return the learning rate that each schedule gives for the next step.
+
+    MLX's state holds the rate of the last step, but PyTorch's holds the next one.
+    ``mlx_gradscale convert`` cannot compute it without the schedule. The result is None
+    for an optimizer without a schedule, or if the schedule cannot be evaluated.
+    """
+    rates: list[float | None] = []
+    for single in single_optimizers(getattr(optimizer, "optimizer", optimizer)):
+        rates.append(None)
+        with suppress(Exception):  # a schedule may have no value after the last step
+            rates[-1] = float(single._schedulers["learning_rate"](single.step))
+    return rates
 
 
 def fingerprint(x: mx.array) -> str:

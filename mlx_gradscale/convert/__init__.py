@@ -4,7 +4,8 @@ from .command import main
 from .load import TorchRun, load_torch
 from .options import Options
 from .save import save_torch
-from .template import Template, build_optimizer
+from .template import Template
+from .template_file import build_optimizer
 from .tree import ConvertError
 
 __all__ = [

@@ -14,18 +14,21 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from .. import torch_checkpoint
-from ..checkpoint import read_checkpoint, save_checkpoint
+from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
 from ..commands import run_command
+from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
+from .folder import check_folder, check_torch, check_writable
 from .layouts import AXES
-from .load import load_torch
+from .load import TorchRun, load_torch
 from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
 from .options import Options
-from .save import read_template, unwrap, write_template
+from .save import unwrap, write_run
 from .sections import SECTIONS
-from .template import TEMPLATE, Template, to_object
+from .template import Template
+from .template_file import FILES, TEMPLATE, read_template, write_template
 from .tree import ConvertError, list_some, show
 
 _EXPECTED = (
@@ -35,31 +38,9 @@ _EXPECTED = (
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
 # Argument names in the reader's errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
-_HELP = {
-    "--torch-path": "PyTorch checkpoint: a .pt or .safetensors file, or a checkpoint "
-    "folder of Accelerate or Transformers' Trainer",
-    "--mlx-path": "MLX checkpoint folder, as written by save_checkpoint",
-    "--like": "PyTorch checkpoint to use as the template for a run that was started "
-    "in MLX; it must contain the same model",
-    "--names": "file that lists the optimizer's parameters in order, one PyTorch name "
-    "per line",
-    "--to": "direction of the conversion; required if both paths exist",
-    "--optimizer": "class of the PyTorch optimizer; default: inferred from its state",
-    "--rename": "rename PyTorch tensors: a regular expression and, after the last =, "
-    "its replacement",
-    "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
-    + ", ".join(AXES),
-    "--drop": "ignore the PyTorch tensors that match a shell pattern",
-    "--accept": "ignore an optimizer setting in which PyTorch and MLX differ; the "
-    "error about the difference names the setting",
-    "--limit": f"set a limit of the reader: {' or '.join(_LIMITS)}",
-    "--model": "the MLX model, which determines names, layouts and shapes: a Module "
-    "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
-    "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
-    "option runs code",
-    "--overwrite": "replace an existing checkpoint",
-    "--dry-run": "print the planned conversion without writing anything",
-}
+# Names in the folder of a run, with those of a writer that was killed.
+_OWN = re.compile(rf"save-\d+|{re.escape(TEMPLATE)}|{FILES}|\.mlx_gradscale-.*")
+_LARGE = 2**30  # bytes from which the command reports its progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,44 +54,86 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: The exit code: 0 on success, 1 after an error (printed on one line), 130
         after Ctrl-C, 141 for a closed pipe. Invalid arguments raise ``SystemExit(2)``.
     """
-    return run_command(
-        lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=LIMIT_FLAGS
-    )
+    return run_command(lambda: _convert(_parse(argv)), _EXPECTED, flags=LIMIT_FLAGS)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
+    arguments = made.parse_args(argv)
+    given = [arguments.torch_path, arguments.mlx_path]
+    if arguments.paths or None in given:
+        # A PyTorch file has a suffix. If neither path has one, keep their order.
+        bare = sorted(arguments.paths, key=lambda path: not path.suffix)
+        for i, name in enumerate(("PATH", "FOLDER")):
+            given[i] = given[i] or (bare.pop(0) if bare else name)
+        made.error("pass --torch-path {} --mlx-path {}".format(*given))
+    return arguments
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's argument parser."""
     made = argparse.ArgumentParser(
         prog="mlx_gradscale convert",
+        usage="%(prog)s --torch-path PATH --mlx-path FOLDER [--model MODULE:NAME] ...",
         epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run "
         "--model my_model:Net",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
         "and GradScaler state. Reads the path that exists and writes the other; if "
         "both exist, --to chooses the direction.",
     )
-
-    def add(flag: str, **settings: Any) -> None:
-        made.add_argument(flag, help=_HELP[flag], **settings)
-
-    for flag in ("--torch-path", "--mlx-path", "--like", "--names"):
-        add(flag, type=Path, metavar="PATH", required=flag.endswith("-path"))
-    add("--to", choices=("mlx", "torch"))
-    add("--optimizer", choices=tuple(OPTIMIZERS))
-    for flag, form, kind in (
-        ("--rename", "OLD=NEW", _pair),
-        ("--layout", "PATTERN=LAYOUT", _pair),
-        ("--drop", "PATTERN", str),
-        ("--accept", "SETTING", str),
-        ("--limit", "NAME=NUMBER", str),
-    ):
-        add(flag, action="append", default=[], metavar=form, type=kind)
+    add = made.add_argument
+    add("paths", nargs="*", type=Path, help=argparse.SUPPRESS)  # for a clear error
+    for flag, text in (
+        ("--torch-path", "PyTorch checkpoint: a .pt or .safetensors file, or a "
+         "checkpoint folder of Accelerate or Transformers' Trainer"),
+        ("--mlx-path", "MLX checkpoint folder, as written by save_checkpoint"),
+        ("--like", "PyTorch checkpoint to use as the template for a run that was "
+         "started in MLX; it must contain the same model"),
+        ("--names", "file that lists the names of the optimizer's parameters, one per "
+         "line, in the order of model.named_parameters() in PyTorch"),
+    ):  # fmt: skip
+        add(flag, type=Path, metavar="PATH", help=text)
+    add(
+        "--model",
+        metavar="MODULE:NAME",
+        help="the MLX model, which determines names, layouts and shapes: a Module or a "
+        "function that returns one, as MODULE:NAME, or the folder or config.json of an "
+        "mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
+        "option runs code",
+    )
+    add(
+        "--to",
+        choices=("mlx", "torch"),
+        help="direction of the conversion; required if both paths exist",
+    )
+    add(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        help="class of the PyTorch optimizer; default: inferred from its state",
+    )
+    for flag, form, text in (
+        ("--rename", "OLD=NEW", "rename PyTorch tensors: a regular expression and, "
+         "after the last =, its replacement"),
+        ("--layout", "PATTERN=LAYOUT", "set the layout of the PyTorch tensors that "
+         f"match a shell pattern: {', '.join(AXES)}"),
+        ("--drop", "PATTERN", "ignore the PyTorch tensors that match a shell pattern"),
+        ("--accept", "SETTING", "ignore an optimizer setting in which PyTorch and MLX "
+         "differ; the error about the difference names the setting"),
+        ("--limit", "NAME=NUMBER", "set a limit of the reader: "
+         f"{' or '.join(_LIMITS)}"),
+    ):  # fmt: skip
+        kind = _pair if flag in ("--rename", "--layout") else str
+        add(flag, action="append", default=[], metavar=form, type=kind, help=text)
     for name in SECTIONS:
         text = f"key of the {name} in the checkpoint"
         text += "" if name == "model" else "; '' leaves it out"
-        made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
-    add("--model", metavar="MODULE:NAME or PATH")
-    for flag in ("--overwrite", "--dry-run"):
-        add(flag, action="store_true")
+        add(f"--{name}-key", metavar="KEY/KEY", help=text)
+    add("--overwrite", action="store_true", help="replace an existing checkpoint")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the planned conversion without writing anything",
+    )
     return made
 
 
@@ -187,21 +210,20 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Convert a PyTorch checkpoint to an MLX checkpoint and a ``template.pt``."""
-    path = arguments.mlx_path
-    if path.is_file():
-        raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
-    if path.exists() and any(path.iterdir()) and not arguments.overwrite:
-        raise FileExistsError(f"{path} is not empty. Pass --overwrite to replace it.")
+    """Convert a PyTorch checkpoint to an MLX checkpoint and its template."""
+    source, path = arguments.torch_path, arguments.mlx_path
+    check_folder(path, lambda name: bool(_OWN.fullmatch(name)), arguments.overwrite)
+    check_writable(path)
     model = _model(arguments.model)
-    run = load_torch(arguments.torch_path, model, _options(arguments))
+    _report("Reading", source)
+    run = load_torch(source, model, _options(arguments))
     template, notes = run.template, run.notes
-    others = [*template.age, *(template.files or ())]
+    others = [*template.entries_beside(), *(template.files or ())]
     if others:
         notes.append(f"{TEMPLATE} keeps these parts unchanged: {list_some(others)}.")
     _print_notes(notes)
     if arguments.dry_run:
-        print(_describe(template, arguments.torch_path, path))
+        print(_describe(template, source, path))
         return
     step = max((group.step for group in template.groups), default=0)
     # The step is 0 if it is unknown: PyTorch's SGD does not save a step count.
@@ -212,53 +234,72 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         # The PyTorch checkpoint has no base model, so save only the adapters.
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
-    # Set the old template aside first. If the process is killed before it writes the
-    # new one, a later conversion fails instead of using the template of another run.
-    file, old = path / TEMPLATE, path / f"{TEMPLATE}.old"
-    old.unlink(missing_ok=True)
-    if file.exists():
-        file.replace(old)
-    saves = {*path.glob("save-*")}
-    try:
-        save_checkpoint(path, model, optimizer, run.scaler, **extra)
-    except BaseException:
-        if old.exists() and saves == {*path.glob("save-*")}:
-            old.replace(file)
-        raise
-    torch_checkpoint.save(file, to_object(template))
-    old.unlink(missing_ok=True)
-    how = "The run has no optimizer. The weights are in save-*/model.safetensors."
-    if run.optimizer is not None:
-        how = (
-            "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
-            f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer"
-            f"{'' if run.scaler is None else ', scaler'})."
-        )
-    print(printable(f"Wrote {path}. {how}"))
+    _report("Writing", path, source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(path) as folder:
+        save_checkpoint(folder, model, optimizer, run.scaler, **extra)
+        write_template(folder, template)
+    print("\n".join([f"Wrote {printable(path)}.", *_advice(str(path), run)]))
+
+
+def _advice(path: str, run: TorchRun) -> list[str]:
+    """Return lines to print after a conversion, with code to paste."""
+    if run.optimizer is None:
+        return ["There is no optimizer. The weights are in save-*/model.safetensors."]
+    has_scaler = run.scaler is not None
+    lines = [
+        "To resume:",
+        "from mlx_gradscale import GradScaler, convert, restore_checkpoint",
+        f"optimizer = convert.build_optimizer({path!r})",
+        *["scaler = GradScaler()"] * has_scaler,
+        f"restore_checkpoint({path!r}, model, optimizer{', scaler' * has_scaler})",
+    ]
+    scaling = [
+        "The run has no scaler. To train in float16, find a first loss scale:",
+        "import mlx.core as mx; from mlx_gradscale.diagnostics import calibrate; "
+        "scaler = GradScaler(); calibrate(scaler, model, loss_fn, *batch, "
+        "compute_dtype=mx.float16)",
+    ]
+    return lines if has_scaler else lines + scaling
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
     """Convert an MLX checkpoint to a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
-    run = unwrap(read_checkpoint(folder))
-    model = _model(arguments.model)
+    target, dry_run = arguments.torch_path, arguments.dry_run
+    check_writable(target)
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():
+        if not is_save:
+            latest_checkpoint(folder)  # raises if there is no run at all
         raise FileNotFoundError(
             f"{like} does not exist, and the conversion needs a template. Pass an "
             "existing PyTorch checkpoint of the same model with --like."
         )
-    template = read_template(like, model, options)
-    target, dry_run = arguments.torch_path, arguments.dry_run
-    notes, stale = write_template(
+    template = read_template(like, _model(arguments.model), options)
+    check_torch(target, template.checkpoint, template.files, arguments.overwrite)
+    _report("Reading", folder)
+    run = unwrap(read_checkpoint(folder))
+    if not dry_run:
+        _report("Writing", target, folder)
+    notes, old = write_run(
         target, template, run, options.accept, arguments.overwrite, dry_run
     )
-    _print_notes(notes + stale)
+    _print_notes(notes + old)
     if dry_run:
         print(_describe(template, folder, target))
     else:
         print(f"Wrote {printable(target)}.")
+
+
+def _report(verb: str, path: Path, source: Path | None = None) -> None:
+    """Print what a conversion of gigabytes is doing, to the standard error."""
+    files = [*(source or path).rglob("*"), source or path]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size >= _LARGE:
+        text = f"{verb} {printable(path)} ({size / 2**30:.1f} GiB)..."
+        print(text, file=sys.stderr, flush=True)
 
 
 def _model(place: str | None) -> Any:

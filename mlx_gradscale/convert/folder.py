@@ -3,24 +3,18 @@
 import json
 import os
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_folder, atomic_write
-from ..files.paths import (
-    LONGEST_JSON,
-    check_file,
-    check_name,
-    open_file,
-    open_inside,
-    read_json,
-)
+from ..files.atomic import atomic_folder, atomic_write, temporary_folder
+from ..files.paths import LONGEST_JSON, check_file, open_file, read_json
 from ..torch_checkpoint import Limits
 from .tree import ConvertError, is_tensor, list_some
 
@@ -33,19 +27,17 @@ _SECTION = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt)"
 )
 _SHARD = re.compile(r"((\w+_)?model)-\d{1,6}-of-(\d{1,6})\.(safetensors|bin)")
-# Maximum total size and number of the other files that are copied from a folder.
-_MOST_BYTES, _MOST_FILES = 2**28, 1000
 
 
 def read_torch(
     path: str | os.PathLike[str], limits: Limits | None = None
-) -> tuple[Any, dict[str, mx.array] | None, list[str]]:
+) -> tuple[Any, dict[str, Path] | None, list[str]]:
     """Read a PyTorch checkpoint: a file, or a Trainer or Accelerate folder.
 
     The first result is the object in the file or, for a folder, a dict that maps file
     names to their contents. A sharded model has the name that a single file would have.
     The second result is None for a file; for a folder, it maps the names of other files
-    (random states, arguments, tokenizers) to their bytes. The third result lists notes
+    (random states, arguments, tokenizers) to their paths. The third result lists notes
     on files that were left out.
     """
     path = Path(path)
@@ -77,10 +69,12 @@ def read_torch(
         content[TRAINER] = _read_trainer_state(_inside(path / TRAINER), limits)
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
-    files, left = _carry(path, [name for name in names if name not in read])
+    others = [name for name in names if name not in read]
+    files = {name: path / name for name in others if _is_plain(path / name)}
+    left = [name for name in others if name not in files]
     notes = [
         f"These files or folders were left out: {list_some(left)}. Only regular files "
-        f"that are not hidden are kept, up to {_MOST_FILES} files and 256 MiB in total."
+        "that are not hidden are copied."
     ]
     return dict(sorted(content.items())), files, notes if left else []
 
@@ -105,22 +99,9 @@ def _read_shards(
     return tensors
 
 
-def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]]:
-    """Return the bytes of files to copy unchanged, and the names of those left out."""
-    files: dict[str, mx.array] = {}
-    left, room = [], _MOST_BYTES
-    for name in names:
-        file = path / name
-        is_plain = file.is_file() and not file.is_symlink() and name.isprintable()
-        is_small = is_plain and file.stat().st_size <= room
-        if name.startswith(".") or not is_small or len(files) == _MOST_FILES:
-            left.append(name)
-            continue
-        with open(file, "rb", opener=open_inside) as source:
-            data = np.frombuffer(source.read(room), np.uint8)
-        files[name] = mx.array(data)
-        room -= data.size
-    return files, left
+def _is_plain(file: Path) -> bool:
+    is_shown = file.name.isprintable() and not file.name.startswith(".")
+    return is_shown and file.is_file() and not file.is_symlink()
 
 
 def _inside(path: Path) -> Path:
@@ -156,47 +137,67 @@ def trainer_state(checkpoint: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def write_torch(
-    path: str | os.PathLike[str],
-    checkpoint: Any,
-    files: dict[str, mx.array] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write a checkpoint given as :func:`read_torch` returns it.
+def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> None:
+    """Raise if a folder exists, unless ``overwrite`` and it has only its own files."""
+    if path.is_file() or path.is_mount():  # neither can be replaced by a folder
+        kind = "file" if path.is_file() else "mount point"
+        raise FileExistsError(f"{path} is a {kind}. Use another folder.")
+    there = [file.name for file in path.iterdir()] if path.is_dir() else []
+    if there and not overwrite:
+        raise FileExistsError(
+            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
+        )
+    spare = [name for name in there if not is_own(name) and name != ".DS_Store"]
+    if spare:
+        raise FileExistsError(
+            f"{path} contains files that are not part of this checkpoint: "
+            f"{list_some(spare)}. Use another folder."
+        )
 
-    If writing fails, an existing file or folder stays unchanged.
-    """
-    path = Path(path)
+
+def check_writable(path: Path) -> None:
+    """Raise if a path cannot be written, before the work. Its parents may not exist."""
+    parent = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
+    try:
+        with temporary_folder(parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"Cannot write {path}: {error.strerror} ({parent}). Use another path."
+        ) from error
+
+
+def check_torch(
+    path: Path, checkpoint: Any, files: dict[str, Path] | None, overwrite: bool
+) -> None:
+    """Raise if :func:`write_torch` could not write a checkpoint to this path."""
+    check_writable(path)
     if files is None:
         check_file(path, overwrite)
-        _write_file(path, checkpoint)
         return
-    for name in files:
-        check_name(name, "The template")
     for name in checkpoint:  # a hostile template could write a train.py
         if name != TRAINER and not _SECTION.fullmatch(str(name)):
             raise ConvertError(
                 f"The template refers to {name!r}, which is not the name of a file in "
                 "a PyTorch checkpoint folder. Use another template."
             )
-    there = [file.name for file in path.iterdir()] if path.is_dir() else []
-    if there and not overwrite:
-        raise FileExistsError(
-            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
-        )
-    names = {*checkpoint, *files}
-    spare = [name for name in there if name not in {*names, ".DS_Store"}]
-    if spare:
-        raise FileExistsError(
-            f"{path} contains files that are not part of this checkpoint: "
-            f"{list_some(spare)}. Use another folder."
-        )
+    check_folder(path, {*checkpoint, *files}.__contains__, overwrite)
+
+
+def write_torch(path: Path, checkpoint: Any, files: dict[str, Path] | None) -> None:
+    """Write a checkpoint given as :func:`read_torch` returns it.
+
+    If writing fails, an existing file or folder stays unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if files is None:
+        _write_file(path, checkpoint)
+        return
     with atomic_folder(path) as folder:
         for name, content in checkpoint.items():
             _write_file(folder / name, content)
-        for name, data in files.items():
-            with atomic_write(folder / name) as file:
-                file.write(np.array(data).tobytes())
+        for name, source in files.items():
+            shutil.copyfile(source, folder / name)
 
 
 def _write_file(path: Path, content: Any) -> None:

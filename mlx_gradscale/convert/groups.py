@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.text import shorten
-from ..torch_checkpoint import TensorShape
 from .layouts import Entry
 from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec, recognize
 from .tree import ConvertError, is_tensor, number
@@ -66,13 +65,6 @@ class Group:
             states = self.held.setdefault("state", {})
             key = type(next(iter(states), index))(index)  # a number or a string
             states.setdefault(key, {}).update(slots)
-
-    def drop_tensors(self, index: Index) -> None:
-        """Replace the moments of a parameter with their shapes."""
-        slots = self.slots(index)
-        for slot in self.spec.slots:
-            if isinstance(slots.get(slot), mx.array):
-                slots[slot] = TensorShape.of(slots[slot])
 
     def check_settings(self) -> None:
         """Raise if a setting that the conversion needs is missing or invalid."""

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..core.trees import restore, snapshot
 from .tree import ConvertError
 
 Shape = tuple[int, ...]
@@ -117,20 +118,6 @@ def _torch_spelling(name: str, modules: Mapping[str, nn.Module]) -> str:
     )
 
 
-def remember(model: nn.Module) -> Callable[[], None]:
-    """Return a function that undoes later changes to a model and its layers."""
-    before = [(m, dict(m), dict(vars(m))) for m in model.modules()]
-
-    def restore() -> None:
-        for module, children, attributes in before:
-            dict.clear(module)
-            dict.update(module, children)
-            vars(module).clear()
-            vars(module).update(attributes)
-
-    return restore
-
-
 def try_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
@@ -139,11 +126,11 @@ def try_sanitize(
     Also return the names that the changed model accepts: Gemma 3 removes its
     ``lm_head`` if the checkpoint has none.
     """
-    restore = remember(model)
+    before = snapshot(model, *map(vars, model.modules()))
     try:
         return probe_sanitize(model, shapes), known_names(model)
     finally:
-        restore()
+        restore(before)
 
 
 def probe_sanitize(

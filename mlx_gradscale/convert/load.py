@@ -12,11 +12,12 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
+from ..core.trees import restore, snapshot
 from .folder import read_torch
-from .layouts import remember
 from .optimizers import Rate
 from .options import Options
-from .template import Template, build_optimizer, make_template
+from .template import Template, make_template
+from .template_file import build_optimizer, is_template
 from .tree import ConvertError, list_some
 
 
@@ -95,8 +96,10 @@ def load_torch(
     """
     options = options or Options()
     checkpoint, files, notes = read_torch(path, options.limits)
+    if is_template(checkpoint):
+        raise ConvertError(f"{path} is a template. Pass the PyTorch checkpoint itself.")
     template, more = make_template(checkpoint, model, options, files)
-    state, _ = template.scaler_state()
+    state = template.scaler_state()
     scaler: GradScaler | None = None
     if state is not None:
         scaler = GradScaler()
@@ -108,15 +111,22 @@ def load_torch(
             optimizer = LossScaleOptimizer(
                 optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
             )
+            if scaler is None:
+                more.append(
+                    "The checkpoint has no state of PyTorch's GradScaler, so the "
+                    "scaler is new. To find a first loss scale: from mlx_gradscale."
+                    "diagnostics import calibrate; calibrate(run.optimizer, model, "
+                    "loss_fn, *batch)"
+                )
             scaler = optimizer.scaler
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"
         raise ConvertError(f"No optimizer is loaded from {path}. Do not pass {what}=.")
-    restore = remember(model)
+    before = snapshot(model, *map(vars, model.modules()))
     try:
         _fill(model, optimizer, template, learning_rate is not None)
     except BaseException:
-        restore()
+        restore(before)
         raise
     return TorchRun(optimizer, scaler, template, notes + more)
 
@@ -130,7 +140,8 @@ def _fill(
     """Move a template's arrays to the model and the optimizer."""
     weights = template.weights()
     template.plan.change_model()
-    names, rounded = None, []
+    names: list[str] = []
+    rounded: list[str] = []
     if optimizer is not None:
         inner = getattr(optimizer, "optimizer", optimizer)
         names = _load_optimizer(inner, template, model, keep_rate)

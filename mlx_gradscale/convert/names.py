@@ -6,6 +6,7 @@ weights and moments, in both directions.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -86,7 +87,7 @@ def make_plan(
     are transposed, and fused attention weights are split. Every shape is checked.
     """
     options = options or Options()
-    layouts = _given_layouts(options.layouts, tensors)
+    given = _given_layouts(options.layouts, tensors)
     dropped = {n for pattern in options.drop for n in _matches(pattern, tensors)}
     # torch.nn.Module.get_extra_state() adds names that end in _extra_state.
     dropped |= {n for n in tensors if n.endswith((_COUNTER, "_extra_state"))}
@@ -95,13 +96,22 @@ def make_plan(
     new, known, change_model = _find_names(shapes, options.rename, model)
     plan = Plan(change_model=change_model)
     owners: dict[int, str] = {}
-    for name, tensor in tensors.items():
+    wrong: list[Entry] = []
+    square: list[str] = []  # weights that may be transposed or not
+    for name, shape in shapes.items():
         mlx_name, layout = new.get(name) or ("", "")
         if mlx_name not in known:
             continue
-        layout = layouts.get(name, layout)
-        entry = _entry(name, tensor, known[mlx_name], layout, own)
-        owner = owners.setdefault(id(tensor), name)
+        target, layout = known[mlx_name], given.get(name, layout)
+        if not layout and len(shape) == 2 and shape[0] == shape[1]:
+            square.append(name)
+        entry = Entry(name, target.mlx, layout or target.layout or "same")
+        wanted = [own[n] for n in entry.mlx]
+        if not layout and not target.layout:
+            _check_custom(entry, shape, wanted)
+        if entry.mlx_shapes(shape) != wanted:
+            wrong.append(entry)
+        owner = owners.setdefault(id(tensors[name]), name)
         if owner == name:
             plan.entries[name] = entry
         elif entry.mlx != plan.entries[owner].mlx:
@@ -110,6 +120,7 @@ def make_plan(
                 "parameters in the MLX model and would diverge in training. Tie them "
                 "in MLX (embedding.as_linear), or untie them in PyTorch before saving."
             )
+    _check_shapes(wrong, square, shapes, own)
     # If a tensor matches by one of its names, its unmatched names are aliases.
     rest = [name for name in tensors if name not in plan.entries]
     plan.tied = {n: owners[id(tensors[n])] for n in rest if id(tensors[n]) in owners}
@@ -118,7 +129,57 @@ def make_plan(
     lost = [n for n in rest if new.get(n) is not None]
     _check_names(plan, lost, known, is_partial=is_adapter(shapes))
     plan.notes = _notes(plan, tensors, model)
+    if square and "transpose" in given.values():
+        plan.notes.append(
+            "Some weights are transposed, but these square ones are not: "
+            f"{list_some(square)}. If PyTorch stores them as (in, out) too, pass "
+            f"{_transposed(square)}; otherwise, pass =same."
+        )
     return plan
+
+
+def _check_custom(entry: Entry, shape: Shape, wanted: list[Shape]) -> None:
+    others = [replace(entry, layout=x) for x in ("same", "conv", "conv_transpose")]
+    fits = [x.layout for x in others if x.mlx_shapes(shape) == wanted]
+    if {*fits} - {"same"}:
+        name = entry.torch
+        raise ConvertError(
+            f"{name} has shape {shape} in PyTorch and {wanted[0]} in the MLX model. It "
+            "belongs to a custom layer, so its layout is unknown. Pass it with "
+            f"layouts=... (--layout {' or '.join(f'{name}={x}' for x in fits)})."
+        )
+
+
+def _check_shapes(
+    wrong: list[Entry],
+    square: list[str],
+    shapes: Mapping[str, Shape],
+    own: Mapping[str, Shape],
+) -> None:
+    """Raise if there are ``wrong`` entries, whose shapes do not match the model's."""
+    if not wrong:
+        return
+    first, hint = wrong[0], "Create the MLX model with the sizes of the PyTorch model."
+    turned = [e.torch for e in wrong if shapes[e.torch][::-1] == own[e.mlx[0]]]
+    if turned:
+        hint = "If PyTorch stores weights as (in, out), as Transformers' Conv1D does, "
+        hint += f"pass {_transposed(turned)}."
+        if square:
+            hint += " Square weights, whose shapes do not show it, may need the same: "
+            hint += f"{_transposed(square)}."
+    shape, made = shapes[first.torch], first.mlx_shapes(shapes[first.torch])[0]
+    moved = f", or {made} in MLX's layout ({first.layout})," if made != shape else ","
+    raise ConvertError(
+        f"{first.torch} has shape {shape} in PyTorch{moved} but the MLX model has "
+        f"shape {own[first.mlx[0]]} for {' and '.join(first.mlx)}. {hint}"
+    )
+
+
+def _transposed(names: list[str]) -> str:
+    """Return the option that transposes weights, with one pattern for all blocks."""
+    patterns = [re.sub(r"(?<![^.])\d+(?=\.)", "*", name[:100]) for name in names]
+    texts = [shlex.quote(f"{each}=transpose") for each in dict.fromkeys(patterns)]
+    return f"layouts=... ({' '.join(f'--layout {text}' for text in texts[:8])})"
 
 
 def _notes(plan: Plan, tensors: Mapping[str, mx.array], model: nn.Module) -> list[str]:
@@ -215,39 +276,6 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
     for prefix in ("", *_PREFIXES):
         yield partial(lambda p, name: bare_name(rename(name)).removeprefix(p), prefix)
         yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
-
-
-def _entry(
-    name: str,
-    tensor: mx.array,
-    target: Entry,
-    layout: str,
-    own: Mapping[str, Shape],
-) -> Entry:
-    """Return a tensor's entry; raise if its shape is wrong or its layout unclear."""
-    layout = layout or target.layout
-    entry = Entry(name, target.mlx, layout or "same")
-    wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)
-    others = [replace(entry, layout=x) for x in ("same", "conv", "conv_transpose")]
-    fits = [x.layout for x in others if x.mlx_shapes(tensor.shape) == wanted]
-    if not layout and {*fits} - {"same"}:
-        raise ConvertError(
-            f"{name} has shape {tensor.shape} in PyTorch and {wanted[0]} in the MLX "
-            "model. It belongs to a custom layer, so its layout is unknown. Pass it "
-            f"with layouts=... (--layout {' or '.join(f'{name}={x}' for x in fits)})."
-        )
-    if made != wanted:
-        hint = "Create the MLX model with the sizes of the PyTorch model."
-        if tensor.shape[::-1] == wanted[0]:
-            hint = "If PyTorch stores it as (in, out), pass layouts=... (--layout "
-            hint += f"{name}=transpose)."
-        moved = f", or {made[0]} in MLX's layout ({layout}),"
-        moved = moved if made[0] != tensor.shape else ","
-        raise ConvertError(
-            f"{name} has shape {tensor.shape} in PyTorch{moved} but the MLX model has "
-            f"shape {wanted[0]} for {' and '.join(target.mlx)}. {hint}"
-        )
-    return entry
 
 
 def _check_names(

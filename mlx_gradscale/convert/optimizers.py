@@ -5,7 +5,6 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 """
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 
+from ..checkpoint import Checkpoint
+from ..files.text import dtype_name
 from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
@@ -34,20 +35,26 @@ def plan_groups(
     groups: Sequence[Group],
     names: Sequence[str],
     entries: Mapping[str, Entry],
-    accept: Collection[str],
     trainer_step: Any = None,
-) -> list[str]:
-    """Set the parameters, steps and prefixes of the groups, and return notes.
+) -> None:
+    """Set the parameters, steps and prefixes of the groups.
 
-    ``names`` are the PyTorch names of all parameters, group by group. Unsupported
-    settings raise an error unless they are in ``accept``. ``trainer_step`` is the
-    default for step counts that PyTorch did not save.
+    ``names`` are the PyTorch names of all parameters, group by group. ``trainer_step``
+    is the default for step counts that PyTorch did not save.
     """
-    found: dict[str, str] = {}
     left = iter(names)
     for group in groups:
         own = dict(zip(group.settings["params"], left, strict=False))
         group.entries = {i: entries[name] for i, name in own.items() if name in entries}
+    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
+    _set_steps(groups, trainer_step if is_count else 0)
+    _set_prefixes(groups)
+
+
+def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
+    """Raise if MLX would update differently, unless accepted; return notes."""
+    found: dict[str, str] = {}
+    for group in groups:
         spec, settings = group.spec, group.settings
         found |= differences(spec, group.kind, settings)
         known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
@@ -57,18 +64,17 @@ def plan_groups(
             for key in settings
             if key not in known
         }
-    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
-    _set_steps(groups, trainer_step if is_count else 0)
-    _set_prefixes(groups)
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, accept)
     fresh = [
         entry.torch
         for group in groups
+        # SGD without momentum has no state.
+        if group.spec.has_step or number(group.settings.get("momentum", 1))
         for index, entry in group.entries.items()
-        if group.spec.has_step and group.step and group.lacks_state(index)
+        if group.lacks_state(index)
     ]
-    if fresh:
+    if fresh and any(not g.lacks_state(i) for g in groups for i in g.entries):
         notes.append(
             f"PyTorch has no optimizer state for {list_some(fresh, 3)}. The moments of "
             "these parameters start at zero. If they were frozen in PyTorch, freeze "
@@ -140,15 +146,16 @@ def to_mlx(
 
 def to_torch(
     groups: Sequence[Group],
-    flat: Mapping[str, mx.array],
-    settings: Sequence[Mapping[str, Any]],
-    accept: Collection[str] = (),
+    tensors: Mapping[str, Any],
+    run: Checkpoint,
+    accept: Collection[str],
 ) -> list[str]:
-    """Write MLX's state into PyTorch's state dicts, and return notes.
+    """Write an MLX run's optimizer into PyTorch's state dicts, and return notes.
 
-    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, and ``settings`` describes
-    each MLX optimizer as :func:`save_checkpoint` does.
+    The weights, ``tensors``, determine the dtypes of new moments.
     """
+    flat, settings = run.optimizer, run.description["settings"]
+    next_rates = run.description.get("next_rates")
     count = len(groups) if groups[0].prefix else 1
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
@@ -156,10 +163,13 @@ def to_torch(
             f"The MLX run's optimizer count is {len(settings)}, but the template needs "
             f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
+    if not isinstance(next_rates, list) or len(next_rates) != count:
+        next_rates = [None] * count  # saved by an older version
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
     for i, group in enumerate(groups):
-        used, prefix = settings[i if group.prefix else 0], group.prefix
+        at, prefix = i if group.prefix else 0, group.prefix
+        used = settings[at]
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
@@ -176,25 +186,29 @@ def to_torch(
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
-            slots = _torch_slots(group, index, flat, int(step))
+            like = tensors[group.entries[index].torch]
+            slots = _torch_slots(group, index, like, flat, int(step))
             group.write_slots(index, slots)
         rate = number(_required(flat, f"{prefix}learning_rate"))
-        group.settings |= _changed_settings(group, used["values"], rate)
         if "learning_rate" in used["schedules"]:
-            rates[f"{rate:.6g}"] = None
+            if type(next_rates[at]) is float and math.isfinite(next_rates[at]):
+                rate = next_rates[at]
+                rates[f"{rate:.6g}"] = None
+            else:
+                found[
+                    "The MLX run has a learning rate schedule, but its checkpoint "
+                    f"contains only the rate of the last step, {rate:.6g}, and PyTorch "
+                    "needs the next one. Restore the checkpoint in MLX with the "
+                    "schedule, and save it again."
+                ] = "learning_rate"
+        group.settings |= _changed_settings(group, used["values"], rate)
     notes = check_differences(found, accept)
     if rates:
         notes.append(
             "MLX's learning rate schedule is not converted. The PyTorch checkpoint "
-            f"contains its current value: {', '.join(rates)}."
+            f"contains its value for the next step: {', '.join(rates)}."
         )
     return notes
-
-
-def steps_in(flat: Mapping[str, Any]) -> list[int]:
-    """Return the step counts in an MLX optimizer's state."""
-    found = [key for key in flat if re.fullmatch(r"(states\.\d+\.)?step", key)]
-    return [int(number(flat[key])) for key in found]
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:
@@ -209,9 +223,12 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _torch_slots(
-    group: Group, index: Index, flat: Mapping[str, mx.array], step: int
+    group: Group, index: Index, like: Any, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
-    """Return a parameter's slots to write, or ``{}`` if PyTorch's are still right."""
+    """Return a parameter's slots to write, or ``{}`` if PyTorch's are still right.
+
+    New slots have the dtype of the parameter, ``like``, as in PyTorch.
+    """
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
     prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
@@ -232,7 +249,9 @@ def _torch_slots(
     is_same = group.lacks_state(index) and not has_moved
     if is_same and not any(mx.any(x).item() for x in new.values()):
         return {}
-    written = {slot: match_type(x, old.get(slot)) for slot, x in new.items()}
+    forms = dict.fromkeys(slots, TensorShape(like.shape, dtype_name(like)))
+    forms |= {slot: x for slot, x in old.items() if x is not None}
+    written = {slot: match_type(x, forms[slot]) for slot, x in new.items()}
     if not group.spec.has_step:
         return written
     # A number or an array, depending on PyTorch's version.

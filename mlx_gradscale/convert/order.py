@@ -1,8 +1,8 @@
 """Map the indices in PyTorch's optimizer state to the model's parameters."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from contextlib import suppress
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import mlx.nn as nn
@@ -47,21 +47,28 @@ class Order:
         elif names is None and [len(saved) for saved in self.saved] == self.sizes:
             names = tuple(name for saved in self.saved for name in saved)
         if names is not None:
-            found = self._match(names, options.rename)
+            found = self.match(names, options.rename)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
             # Transformers' Trainer splits the parameters into groups by weight decay.
-            return found if all(fits) else self._deal(found), []
+            if not all(fits):
+                return self._deal(found), []
+            return found, [] if options.names is None else self._doubts(found)
         names = list(self.tensors) if is_ordered else self._mlx_order(model)
-        found = self._deal(self._candidates(names))
-        return found, self._swap_notes(found, is_ordered)
+        names = self._candidates(names)
+        found = self._deal(names)
+        taken = {*found}
+        left = [name for name in names if name not in taken]
+        return found, self._swap_notes(found, left, is_ordered)
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
         """Return the names that may be parameters, with each tied tensor only once."""
         parameters = [n for n in names if n.rpartition(".")[2] not in _BUFFERS]
         return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
 
-    def _match(self, given: Sequence[str], rename: Callable[[str], str]) -> list[str]:
+    def match(
+        self, given: Sequence[str], rename: Callable[[str], str] = str
+    ) -> list[str]:
         """Match the given names to tensors, ignoring the words that wrappers insert."""
 
         def plain(name: str) -> str:
@@ -156,26 +163,49 @@ class Order:
             at, found[path[0]], path = path
         return found
 
-    def _swap_notes(self, names: list[str], is_ordered: bool) -> list[str]:
-        """Return a note if equal shapes leave the order of the parameters uncertain."""
+    def _doubts(self, names: list[str]) -> list[str]:
+        """Return a note if given names match the groups in more than one way."""
+        with suppress(ConvertError):
+            if len(self.sizes) == 1 or self._deal(names) == names:
+                return []
+        return [
+            "The given names were assigned to the optimizer's groups in order, but "
+            "their shapes also match in another way. If they are in the order of "
+            "model.named_parameters(), list them group by group instead."
+        ]
+
+    def _swap_notes(
+        self, names: list[str], left: list[str], is_ordered: bool
+    ) -> list[str]:
+        """Return a note if the optimizer may have another order of modules.
+
+        Another order has the same shapes only if two modules start with the same
+        shape: at the first difference, one takes the place of the other. Parameters
+        that were ``left`` out may also take the place of one.
+        """
         if len(self.sizes) == 1 and not any(self.shapes):
             return []  # there are no moments to swap
-        parts: dict[str, list[Any]] = {}
-        for name in names:
-            # In the checkpoint's order, only whole modules are likely to be swapped.
-            part, dot, _ = name.partition(".") if is_ordered else (name, ".", "")
-            if dot:
-                parts.setdefault(part, []).append(tuple(self.tensors[name].shape))
-        count = Counter(map(tuple, parts.values()))
-        alike = [part for part, shapes in parts.items() if count[tuple(shapes)] > 1]
+        groups = [i for i, size in enumerate(self.sizes) for _ in range(size)]
+        starts: dict[Any, dict[str, None]] = {}  # first shape -> modules
+        seen = set()
+        for group, name in zip_longest(groups, names + left):
+            module, _, leaf = name.rpartition(".")
+            # PyTorch's layers always have the weight before the bias.
+            is_layer = is_ordered and module and leaf in ("weight", "bias")
+            module = module if is_layer else name
+            if (group, module) not in seen:
+                seen.add((group, module))
+                shape = tuple(self.tensors[name].shape)
+                starts.setdefault(shape, {})[module] = None
+        alike = [m for equal in starts.values() if len(equal) > 1 for m in equal]
         if not alike:
             return []
         order = "the model's state dict" if is_ordered else "the MLX model's layers"
         return [
             "The optimizer does not store the names of its parameters, so the order of "
-            f"{order} was used. {list_some(alike, 3)} have equal shapes. If the "
-            "optimizer was created with another order, their moments may be swapped. "
-            f"{_advice()}"
+            f"{order} was used. Shapes alone cannot confirm it, because "
+            f"{list_some(dict.fromkeys(alike), 3)} have equal shapes. If the optimizer "
+            f"was created with another order, their moments are swapped. {_advice()}"
         ]
 
 
@@ -183,7 +213,8 @@ def _advice(some_are_left: bool = False) -> str:
     which = " if p.requires_grad" if some_are_left else ""
     return (
         "Create the PyTorch optimizer with model.named_parameters() before saving, or "
-        "pass the names in the optimizer's order, group by group, with names=... "
-        "(--names FILE). For an optimizer of model.parameters(), they are "
-        f"[name for name, p in model.named_parameters(){which}]."
+        "pass the names of its parameters with names=... (--names FILE). For an "
+        "optimizer of model.parameters(), even if it splits them by weight decay, they "
+        f"are [name for name, p in model.named_parameters(){which}]. Otherwise, list "
+        "them in the optimizer's order, group by group."
     )

@@ -1,34 +1,28 @@
 """Write an MLX run as a PyTorch checkpoint by filling in a template."""
 
 import os
-import re
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten
 
-from .. import formats
 from ..checkpoint import Checkpoint
-from ..checkpoint.save import WRAPPER, describe_optimizer
+from ..checkpoint.save import WRAPPER, capture, find_scaler
 from ..core.masters import join
-from ..core.optimizer import LossScaleOptimizer
-from ..core.optimizers import single_optimizers
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
-from . import optimizers
-from .folder import read_torch, trainer_state, write_torch
+from .folder import TRAINER, check_torch, trainer_state, write_torch
 from .groups import flatten
 from .names import is_adapter
+from .optimizers import to_torch
 from .options import Options
-from .template import Template, from_object, is_template, make_template
-from .tree import ConvertError, get, list_some, match_type, show, unchanged, walk
-
-_STATE_FILES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
+from .template import Template
+from .template_file import read_template
+from .tree import ConvertError, get, list_some, match_type, number, unchanged
 
 
 def save_torch(
@@ -62,8 +56,8 @@ def save_torch(
             ``True``.
 
     Returns:
-        list: Notes on differences, and on changed or omitted entries. A warning, issued
-        once per template, lists entries that may count steps but were not updated.
+        list: Notes on differences, and on changed or omitted entries. A warning lists
+        the entries that were copied from the template although the run has moved on.
 
     Raises:
         ConvertError: If the run does not match the template or cannot be converted.
@@ -89,31 +83,13 @@ def save_torch(
     options = options or Options()
     template = read_template(like, model, options)
     run = gather(model, optimizer, scaler)
-    notes, stale = write_template(path, template, run, options.accept, overwrite)
-    for note in stale:
+    notes, old = write_run(path, template, run, options.accept, overwrite)
+    for note in old:
         warnings.warn(note, stacklevel=2)
-    return notes + stale
+    return notes + old
 
 
-def read_template(
-    like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
-) -> Template:
-    """Return ``like`` as a template; if it is a path, read the file or folder."""
-    if not isinstance(like, Template):
-        checkpoint, files, _ = read_torch(like, options.limits)
-        if not is_template(checkpoint):
-            return make_template(checkpoint, model, options, files)[0]
-        like = from_object(checkpoint)
-    if replace(options, accept=(), limits=None) != Options():
-        raise ConvertError(
-            "A template already determines all options except accept (--accept) and "
-            "limits (--limit). Omit the others, or pass the PyTorch checkpoint itself "
-            "as like=... (--like)."
-        )
-    return like
-
-
-def write_template(
+def write_run(
     path: str | os.PathLike[str],
     template: Template,
     run: Checkpoint,
@@ -121,13 +97,18 @@ def write_template(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Write a template filled with a run; return notes, and notes on stale entries."""
+    """Write a template filled with a run; return notes, and notes on old entries."""
+    path, files = Path(path), template.files
+    check_torch(path, template.checkpoint, files, overwrite)
     with unchanged(template.checkpoint):
-        notes, stale = _fill(template, run, accept)
+        notes, old = _fill(template, run, accept)
+        gone = [name for name, file in (files or {}).items() if not file.is_file()]
+        if files and gone:
+            files = {name: file for name, file in files.items() if name not in gone}
+            notes.append(f"These files no longer exist: {list_some(gone)}.")
         if not dry_run:
-            write_torch(path, template.checkpoint, template.files, overwrite)
-            template.is_reported = True
-    return notes, stale
+            write_torch(path, template.checkpoint, files)
+    return notes, old
 
 
 def gather(
@@ -136,23 +117,8 @@ def gather(
     scaler: GradScaler | None = None,
 ) -> Checkpoint:
     """Return a live run in the form that :func:`unwrap` returns."""
-    weights, state = dict(tree_flatten(model.parameters())), {}
-    settings: list[dict[str, Any]] = []
-    if isinstance(optimizer, LossScaleOptimizer):
-        weights |= dict(tree_flatten(optimizer.masters(model.trainable_parameters())))
-        scaler = optimizer.scaler if scaler is None else scaler
-        optimizer = optimizer.optimizer
-    if optimizer is not None:
-        settings = describe_optimizer(optimizer)
-        state = dict(tree_flatten(optimizer.state))
-        for i, part in enumerate(single_optimizers(optimizer)):
-            schedule = part._schedulers.get("learning_rate")
-            if schedule is not None and "step" in part.state:
-                # MLX's state holds the last step's rate, PyTorch's the next step's.
-                prefix = "" if part is optimizer else f"states.{i}."
-                state[f"{prefix}learning_rate"] = schedule(part.step)
-    numbers = None if scaler is None else scaler.state_dict()  # {} if disabled
-    return Checkpoint(weights, state, numbers, {}, {"settings": settings})
+    optimizer = optimizer or Optimizer()
+    return unwrap(capture(model, optimizer, find_scaler(optimizer, scaler)))
 
 
 def unwrap(saved: Checkpoint) -> Checkpoint:
@@ -172,23 +138,25 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
                 weights[path] = join(saved.weights[path], x).master
             elif kind == "optimizer":
                 state[path] = x
-    # For a run without an optimizer, the convert command saves the base class.
+    # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
-        settings = []
+        state, settings = {}, []
     scaler = saved.scaler
     if scaler:
         checked = GradScaler()  # raises if the file has invalid values
         checked.load_state_dict(scaler)
         scaler = checked.state_dict()
-    return Checkpoint(weights, state, scaler, saved.extra, {"settings": settings})
+    description = saved.description | {"settings": settings}
+    return Checkpoint(weights, state, scaler, saved.extra, description)
 
 
 def _fill(
     template: Template, run: Checkpoint, accept: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Fill a template with a run; return notes, and notes on stale entries."""
+    """Fill a template with a run; return notes, and notes on old entries."""
     _fill_model(template, run.weights)
-    notes = []
+    notes: list[str] = []
+    new: list[int] = []  # the optimizers' steps
     sections, settings = template.sections, run.description["settings"]
     if sections.optimizers and not settings:
         for path in reversed(sections.optimizers):
@@ -201,14 +169,19 @@ def _fill(
             del parent[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     elif template.groups:
-        notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)
+        notes += to_torch(template.groups, template.tensors(), run, accept)
+        new = [int(number(run.optimizer[f"{g.prefix}step"])) for g in template.groups]
     elif settings:
         notes.append(
             "The MLX optimizer's state is not written: the template has no optimizer "
             "state, or keys={'optimizer': ''} (--optimizer-key '') omits it."
         )
     if run.scaler and sections.scaler is not None:
-        notes += _fill_scaler(get(template.checkpoint, sections.scaler), run.scaler)
+        held = get(template.checkpoint, sections.scaler)
+        held |= run.scaler
+        own = [key for key in run.scaler if key not in TORCH_KEYS]
+        if own:
+            notes.append(f"PyTorch's GradScaler ignores {', '.join(own)}.")
     elif run.scaler:
         notes.append(
             "The MLX scaler's state is not written: the template has no scaler state, "
@@ -217,9 +190,11 @@ def _fill(
     for group in template.groups:
         flatten(group.held)
     old = [group.step for group in template.groups]
-    new = optimizers.steps_in(run.optimizer)
-    notes += _move_trainer(template.checkpoint, old, new)
-    return notes, [] if template.is_reported else _stale_notes(template, old, new)
+    moved = _move_trainer(template.checkpoint, old, new)
+    if moved:
+        changes = ", ".join(moved.values())
+        notes.append(f"Changed to match the optimizer's step: {changes}.")
+    return notes, _copied_notes(template, {*moved} | template.updated, old, new)
 
 
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
@@ -251,73 +226,47 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
         held[alias] = held[name]
 
 
-def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
-    kind = formats.recognize(held)
-    inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
-    held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
-    updated = {
-        theirs: state[ours]
-        for ours, theirs in formats.FORMATS[kind].fields.items()
-        if ours in state and (theirs in held or kind == "torch")
-    }
-    # PyTorch's scaler state holds Python numbers, never tensors.
-    held |= {
-        k: x if kind == "torch" else match_type(x, held[k]) for k, x in updated.items()
-    }
-    if kind != "torch":
-        return [
-            f"The scaler state has {kind}'s format. Updated {list_some(updated)}; the "
-            "other entries are unchanged."
-        ]
-    own = [key for key in updated if key not in TORCH_KEYS]
-    return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
-
-
-def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
+def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> dict[str, str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``train(resume_from_checkpoint=...)`` resumes from them. They change only if the
     template's ``global_step`` equals its optimizer's step count. The two differ after
-    skipped steps, or if the user has set ``global_step``.
+    skipped steps, or if the user has set ``global_step``. Return the changes by file.
     """
     state = trainer_state(checkpoint)
     was = state.get("global_step")
     if type(was) is not int or {*old} != {was} or len({*new}) != 1 or new[0] == was:
-        return []
+        return {}
     now = new[0]
-    moved: list[tuple[Any, str, Any]] = [(state, "global_step", now)]
+    moved: list[tuple[str, str, Any]] = [(TRAINER, "global_step", now)]
     if type(state.get("epoch")) in (int, float) and was > 0:
-        moved.append((state, "epoch", state["epoch"] * now / was))
+        moved.append((TRAINER, "epoch", state["epoch"] * now / was))
     for name, content in checkpoint.items():
         is_schedule = "scheduler" in str(name) and isinstance(content, dict)
         if is_schedule and content.get("last_epoch") == was:
-            moved.append((content, "last_epoch", now))
+            moved.append((name, "last_epoch", now))
             if type(content.get("_step_count")) is int:
-                count = content["_step_count"] + now - was
-                moved.append((content, "_step_count", count))
-    shown = [f"{key} from {held[key]:g} to {value:g}" for held, key, value in moved]
-    for held, key, value in moved:
-        held[key] = value
-    return [f"Changed to match the optimizer's step: {', '.join(shown)}."]
+                moved.append((name, "_step_count", content["_step_count"] + now - was))
+    shown: dict[str, str] = {}
+    for name, key, value in moved:
+        text = f"{key} from {checkpoint[name][key]:g} to {value:g}"
+        shown[name] = f"{shown[name]}, {text}" if name in shown else text
+        checkpoint[name][key] = value
+    return shown
 
 
-def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
-    """Return a note if entries of the template may be stale after steps in MLX."""
-    then, now = max(old, default=0), max(new, default=0)
-    if not old or not new or then == now:
+def _copied_notes(
+    template: Template, updated: Collection[str], old: list[int], new: list[int]
+) -> list[str]:
+    """Return a note on entries that were copied although the optimizer has moved on."""
+    if not old or not new or max(old) == max(new):
         return []
-    found = template.old_entries()
+    names = [name for name in template.entries_beside() if name not in updated]
     # These files hold random states and data positions.
-    names = [*found, *filter(_STATE_FILES.search, template.files or ())]
-    if not names:
-        return []
-    note = (
-        f"The optimizer is at step {now}, but these entries are from step {then}: "
-        f"{list_some(names)}. If any of them count steps, update them in the template "
-        "before saving, or in PyTorch after loading."
-    )
-    for path, _ in walk(found.get("loops")):
-        if path[-2:] == ("optimizer", "step"):
-            note += f" Lightning's step count is loops/{show(path)}."
-            break
-    return [note]
+    names += [n for n in template.files or () if n.endswith((".pkl", ".pth"))]
+    return [
+        "The optimizer has taken steps in MLX, but these entries are copied from the "
+        f"template: {list_some(names)}. If any of them count steps, set them in the "
+        "template before saving, or in PyTorch after loading. For a schedule, set its "
+        "last_epoch; scheduler.step() would also change the learning rate."
+    ][: len(names)]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import formats
+from ..core.scale import TORCH_KEYS
 from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
@@ -32,8 +32,6 @@ _AVERAGE = re.compile(
 )
 # Lightning's callbacks store an average in state_dict and the trained model here.
 _TRAINED = "current_model_state"
-# Names of scalers in torch.amp, Lightning, timm, apex, mmengine and Accelerate.
-_SCALER_NAME = re.compile(r"scaler|^amp$|MixedPrecision|native_amp", re.IGNORECASE)
 _MOMENTS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("square_avg", "acc_delta"),
@@ -110,8 +108,7 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
             continue
         found[kind].append(path)
         if kind == "optimizer":  # mmengine stores the scaler in it
-            inner = [(*path, key) for key, x in value.items() if isinstance(x, dict)]
-            found["scaler"] += [p for p in inner if _is_scaler(p, value[p[-1]])]
+            found["scaler"] += [(*path, k) for k, x in value.items() if _is_scaler(x)]
         if kind != "mixed":  # the contents of a section are not sections themselves
             seen.update(map(id, value.values()))
     return found
@@ -121,7 +118,7 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
     """Return the kind of section that a dict looks like, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
-    if _is_scaler(path, value):
+    if _is_scaler(value):
         return "scaler"
     if any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value):
         return "moments"
@@ -136,11 +133,8 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
     return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else None
 
 
-def _is_scaler(path: Path, value: dict[Any, Any]) -> bool:
-    # PyTorch's five keys identify a scaler. The keys of other frameworks are common
-    # words, so they count only under a name like "scaler".
-    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
-    return formats.is_state(value, is_named)
+def _is_scaler(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() >= TORCH_KEYS.keys()
 
 
 def _has_weights(value: Any) -> bool:
@@ -196,7 +190,7 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
     fits = {
         "model": _has_weights(value),
         "optimizer": is_nested(value) or is_flat(value),
-        "scaler": isinstance(value, dict) and formats.is_state(value),
+        "scaler": _is_scaler(value),
     }
     if not fits[section]:
         what = f"is not the {section}'s state dict. To list the contents of the file, "

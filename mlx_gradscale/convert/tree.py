@@ -1,6 +1,5 @@
-"""Walk, address, compare and temporarily change the containers of a checkpoint."""
+"""Walk, address, and temporarily change the containers of a checkpoint."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,12 +37,12 @@ def items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def walk(
-    tree: Any, deepest: int = 6, leaves: bool = False, seen: set[int] | None = None
+    tree: Any, deepest: int = 6, seen: set[int] | None = None
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each container, tensor and placeholder.
 
-    Containers come before their contents, and shared ones only once. ``leaves`` adds
-    all other values. Containers whose ``id`` the caller adds to ``seen`` are skipped.
+    Containers come before their contents, and shared ones only once. Containers whose
+    ``id`` the caller adds to ``seen`` are skipped.
     """
     seen = set() if seen is None else seen
     left: list[tuple[Path, Any]] = [((), tree)]
@@ -55,12 +54,8 @@ def walk(
             seen.add(id(value))
         yield path, value
         if isinstance(value, CONTAINERS) and len(path) < deepest:
-            found = [
-                ((*path, key), x)
-                for key, x in items(value)
-                if leaves or isinstance(x, _FOUND)
-            ]
-            left += reversed(found)
+            pairs = [((*path, k), x) for k, x in items(value) if isinstance(x, _FOUND)]
+            left += reversed(pairs)
 
 
 def get(tree: Any, path: Path) -> Any:
@@ -128,18 +123,3 @@ def match_type(value: Any, old: Any) -> Any:
         return tuple(value)
     is_whole = type(old) is int and float(value).is_integer()
     return type(old)(value) if is_whole or type(old) in (bool, float) else value
-
-
-def fingerprint(value: Any) -> str:
-    """Return a hash of a value; large tensors contribute only shape and dtype."""
-    digest = hashlib.sha256()
-    for path, item in walk(value, 100, leaves=True):
-        shown = ""
-        if is_tensor(item):
-            shown = f"{text.dtype_name(item)}{tuple(item.shape)}"
-            if isinstance(item, mx.array) and item.size <= 4096:
-                shown += str(item.tolist())
-        elif not isinstance(item, CONTAINERS):
-            shown = f"{item!r:.400}"
-        digest.update(f"{show(path)}={shown};".encode("utf-8", "replace"))
-    return digest.hexdigest()[:16]

@@ -111,15 +111,17 @@ def inspect(
             is_scaled.add(leaf.path)
     if norms is None:
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        applied = finite if ranks.is_single else ranks.agree(finite)
+        finite = finite if were_finite is None else finite & were_finite
+        is_averaged = were_finite is None
+        applied = finite if ranks.is_single else ranks.agree(finite, is_averaged)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(scaled, inverse, others)
         clip = mx.minimum(norms["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
-    if were_finite is not None:
-        applied = applied & ranks.agree(were_finite, is_averaged=False)
+        if were_finite is not None:
+            applied = applied & ranks.agree(were_finite, is_averaged=False)
     return Inspected(gradients, is_scaled, inverse, clip, norm, applied)
 
 

@@ -16,7 +16,6 @@ from .masters import HALF, Masters
 from .moments import DTYPES, cast_moments, check_moments
 from .optimizers import (
     check_supported,
-    fingerprint,
     initialize,
     is_builtin,
     needs_init,
@@ -108,7 +107,9 @@ class LossScaleOptimizer(Optimizer):
                 "the scaler and the optimizer."
             )
         self._clips = max_grad_norm is not None
-        self._ranks = Ranks(group or self.scaler.group, average, sharded, self._clips)
+        self._ranks = Ranks(
+            self.scaler.group if group is None else group, average, sharded, self._clips
+        )
         self._masters = Masters(masters)
         self._moments = moments
         self._has_state = False  # a rank without parameters never has any
@@ -150,11 +151,10 @@ class LossScaleOptimizer(Optimizer):
         """
         refuse_multi_optimizer()
         if not self._ranks.is_single:
-            parts = list(single_optimizers(self.optimizer))
-            inner = fingerprint(self.optimizer, None) or list(map(type, parts))
-            rates = [part.state.get("learning_rate") for part in parts]
-            own = self.scaler.state_dict(), self._masters.kind, self.max_grad_norm
-            self._ranks.compare(parameters, repr((inner, rates, own, self._moments)))
+            settings = {"masters": self._masters.kind, "moments": self._moments}
+            norm = {"max_grad_norm": self.max_grad_norm}
+            settings = settings | norm | self.scaler.state_dict()
+            self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
             loaded = self._take_loaded() if self._is_loaded else None

@@ -4,18 +4,20 @@ MLX collectives have no tags and no timeout: if a rank omits a call, the other r
 block until that rank makes another call or exits.
 """
 
-import zlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.optimizers import Optimizer
 from mlx.utils import tree_map_with_path
 
 from .finite import global_norm
 from .masters import to_float32
+from .optimizers import single_optimizers
 from .trees import flatten, is_floating
 
 Group = mx.distributed.Group
@@ -24,6 +26,24 @@ ByPath = dict[str, mx.array]
 
 # Same bucket size as nn.average_gradients.
 _BUCKET_BYTES = 32 * 2**20
+# gather() sends these bytes first. As a float32 they are NaN, and as an int32 positive,
+# so a rank that receives them in place of gradients or a flag skips its step.
+_MAGIC = b"gs\xff\x7f"
+_SAME_SETTINGS = "Create the same optimizer and scaler on every rank."
+_SAME_WEIGHTS = (
+    "Create the same model on every rank. To copy rank 0's weights, use "
+    "mlx_gradscale.distributed.broadcast()."
+)
+_LISTED = 8
+
+
+def check_group(group: Any) -> None:
+    """Raise if ``group`` is neither None nor a group of ranks."""
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(
+            "group must be an mx.distributed.Group, such as mx.distributed.init(), or "
+            f"None; got {group!r}."
+        )
 
 
 def is_single(group: Group | None) -> bool:
@@ -41,6 +61,7 @@ class Ranks:
         sharded: Sharded | None = None,
         clips: bool = False,
     ):
+        check_group(group)
         if not isinstance(average, bool):
             raise TypeError(f"average must be True or False, got {average!r}.")
         is_known = average or sharded is not None
@@ -61,6 +82,8 @@ class Ranks:
         self.is_single = is_single(group)
         # Averaged gradients are equal on all ranks, so all ranks decide alike.
         self._decides_alone = self.is_single or (average and not sharded)
+        # The shapes of the parameters that the ranks have compared, without shards.
+        self._shapes: dict[str, tuple[int, ...]] | None = None
 
     def is_shard(self, path: str, x: mx.array) -> bool:
         """Return whether the gradient or parameter at ``path`` is a shard."""
@@ -72,11 +95,9 @@ class Ranks:
         Each bucket waits for the previous one. Otherwise, if only one rank reads a
         value such as the norm, that rank could send its buckets in a different order.
         """
-        own = {
-            path: to_float32(x)
-            for path, x in flatten(gradients)
-            if is_floating(x) and not self.is_shard(path, x)
-        }
+        copies = self._copies(gradients)
+        self._check_shapes(copies)
+        own = {path: to_float32(x) for path, x in copies.items() if is_floating(x)}
         # In reverse, because the gradients of the last layers are ready first, and
         # sorted, so that the order in which a rank built its tree does not matter.
         order = sorted(own, key=lambda path: (str(own[path].dtype), path), reverse=True)
@@ -126,32 +147,112 @@ class Ranks:
             square += mx.square(norm) / n_copies
         return mx.sqrt(mx.distributed.all_sum(square, group=self.group))
 
-    def compare(self, parameters: Any, settings: str) -> None:
+    def compare(
+        self, parameters: Any, optimizer: Optimizer, settings: dict[str, Any]
+    ) -> None:
         """Raise, on every rank, if parameters or settings differ between ranks."""
-        # Shards differ between ranks, and their names may differ too.
-        found = {p: x for p, x in flatten(parameters) if not self.is_shard(p, x)}
-        shapes = sorted(f"{path} {x.dtype} {x.shape}" for path, x in found.items())
+        sharded = "a function" if callable(self.sharded) else self.sharded
+        settings = settings | {"average": self.average, "sharded": sharded}
+        for i, part in enumerate(single_optimizers(optimizer)):
+            rate = part.state.get("learning_rate")
+            own = {"class": type(part).__name__, "learning_rate": rate} | vars(part)
+            place = f"optimizers.{i}." if part is not optimizer else ""
+            settings |= {f"{place}{k}": x for k, x in own.items() if k[0] != "_"}
+        plain = {name: text for name, x in settings.items() if (text := _as_text(x))}
+        copies = self._copies(parameters)
         # Without averaging, the ranks may have different values.
-        paths = sorted(path for path in found if found[path].size and self.average)
-        values = [_checksum(found[path]).item() for path in paths]
-        parts = {
-            "the names, shapes or dtypes of parameters": shapes,
-            "the settings of the optimizer or the scaler": settings,
-            "the values of parameters": values,
-        }
-        checksums = {k: zlib.crc32(str(x).encode()) >> 1 for k, x in parts.items()}
-        own = mx.array(list(checksums.values()), mx.int32)
-        everyone = np.array(mx.distributed.all_gather(own[None], group=self.group))
-        for what, column in zip(checksums, everyone.T, strict=True):
-            if (column != column[0]).any():
+        kinds = {path: _describe(x, self.average) for path, x in copies.items()}
+        tables = gather([plain, kinds], self.group, "init")  # type: ignore[arg-type]
+        for i, remedy in enumerate((_SAME_SETTINGS, _SAME_WEIGHTS)):
+            if lines := list_differences([table[i] for table in tables]):
+                raise ValueError("\n".join([*lines, remedy]))
+        self._shapes = {path: x.shape for path, x in copies.items()}
+
+    def _copies(self, tree: Any) -> ByPath:
+        """Return the arrays that all ranks have, by path: all except shards."""
+        return {path: x for path, x in flatten(tree) if not self.is_shard(path, x)}
+
+    def _check_shapes(self, gradients: ByPath) -> None:
+        """Raise if gradients do not match the parameters that the ranks have compared.
+
+        If another rank sends more or fewer bytes than expected, MLX raises no error,
+        and weights become infinite. Only the rank that differs can tell in time.
+        """
+        found = {path: x.shape for path, x in gradients.items()}
+        expected = found if self._shapes is None else self._shapes
+        for path in sorted(expected.keys() | found.keys()):
+            wanted, got = (
+                f"a gradient of shape {shapes[path]}" if path in shapes else "none"
+                for shapes in (expected, found)
+            )
+            if wanted != got:
                 raise ValueError(
-                    f"The ranks differ in {what} (checksums {column.tolist()}). Create "
-                    "the same model, optimizer and scaler on every rank. To copy rank "
-                    "0's weights, use mlx_gradscale.distributed.broadcast()."
+                    "The gradients differ from the parameters passed to init(): for "
+                    f"{path!r}, expected {wanted}, got {got}. After freezing, "
+                    "unfreezing or adding layers, call "
+                    "optimizer.init(model.trainable_parameters()) on every rank."
                 )
 
 
-def _checksum(x: mx.array) -> mx.array:
+def gather(value: Any, group: Group, call: str) -> list[Any]:
+    """Gather a JSON-serializable value from all ranks.
+
+    ``call`` is the name of the function that the user has called on this rank. The
+    ranks raise if they have not all called the same one.
+    """
+
+    def all_gather(row: bytes) -> list[bytes]:
+        own = mx.array(np.frombuffer(row, np.uint8)[None])
+        rows = np.array(mx.distributed.all_gather(own, group=group))
+        return [row.tobytes() for row in rows]
+
+    def check(calls: Iterable[str]) -> None:
+        for rank, other in enumerate(calls):
+            if other != call:
+                raise RuntimeError(
+                    f"This rank called {call}(), but rank {rank} called {other}(). All "
+                    "ranks must make the same calls in the same order. For example, "
+                    "do not call this function only 'if rank == 0'."
+                )
+
+    stranger = "another function that communicates, such as update"
+    check([call if row == _MAGIC else stranger for row in all_gather(_MAGIC)])
+    text = json.dumps(value).encode()
+    headers = all_gather(f"{len(text)} {call}".encode().ljust(64))
+    sizes, calls = zip(*(row.decode().split() for row in headers), strict=True)
+    check(calls)
+    rows = all_gather(text.ljust(max(map(int, sizes))))
+    return [json.loads(row[: int(n)]) for row, n in zip(rows, sizes, strict=True)]
+
+
+def list_differences(tables: list[Mapping[str, str]]) -> list[str]:
+    """Return a line for each entry that differs between ranks, up to eight."""
+    lines = []
+    for name in dict.fromkeys(name for table in tables for name in table):
+        found = [table.get(name, "nothing") for table in tables]
+        if len(set(found)) > 1:
+            each = (f"rank {rank} has {x}" for rank, x in enumerate(found))
+            lines.append(f"The ranks differ in {name!r}: {', '.join(each)}.")
+    if len(lines) > _LISTED:
+        lines[_LISTED:] = [f"... and {len(lines) - _LISTED} more."]
+    return lines
+
+
+def _as_text(value: Any) -> str:
+    """Return a setting as text, or "" for objects, whose text is not comparable."""
+    if isinstance(value, mx.array):
+        return str(np.array(value))
+    try:
+        json.dumps(value)
+    except TypeError:
+        return ""
+    return repr(value)
+
+
+def _describe(x: mx.array, has_checksum: bool) -> str:
+    text = f"{x.dtype} {x.shape}".removeprefix("mlx.core.")
+    if not has_checksum:
+        return text
     bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
     places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
-    return (bits * places).sum()
+    return f"{text} with checksum {(bits * places).sum().item():08x}"

@@ -389,8 +389,6 @@ class GradScaler:
         is_model = isinstance(grads, nn.Module)  # rejected by match()
         if self._mode == _SCALED and not stage and not is_model and arrays(grads):
             grads = unscale(grads, self._backward.inverse_scale())
-        if participant.ranks.average:
-            grads = participant.ranks.averaged(grads)
         leaves = match(grads, parameters)
         self._check_leaves(leaves, participant)
         if participant.needs_init():
@@ -399,6 +397,9 @@ class GradScaler:
             if participant.masters and isinstance(parameters, nn.Module):
                 trained = parameters.trainable_parameters()
             participant.init(trained)
+        if participant.ranks.average:
+            grads = participant.ranks.averaged(grads)
+            leaves = match(grads, parameters)
         inspected = inspect(leaves, participant, stage.finite if stage else None)
         if not self._enabled:
             inspected = inspected._replace(applied=mx.array(True))

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from ..core.finite import all_finite
 from ..float32_layers.calls import preserved
+from ..float32_layers.progress import Progress
 from ..float32_layers.trial import Trial
 from .reading import scaler_of
 
@@ -37,16 +38,17 @@ def calibrate(
     The scale is the largest power of two, up to 2**24, at which no gradient overflows,
     divided by ``2**headroom``. Without calibration, a run may skip its first steps to
     find a scale. The model, the optimizer and the random state do not change. This
-    function runs the batch about six times, so call it before training.
+    function runs the batch about six times, so call it before training. If this takes
+    longer than three seconds, the runs are printed to stderr.
 
     Args:
         source (GradScaler or LossScaleOptimizer): The scaler or its optimizer.
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``value_and_grad``.
+        loss_fn (Callable): Same as in ``value_and_grad``.
         *batch (Any): The arguments of ``loss_fn``.
-        compute_dtype (Dtype, optional): As for ``value_and_grad``.
-        keep (Callable, optional): As for ``value_and_grad``.
-        cast_inputs (bool): As for ``value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
+        keep (Callable, optional): Same as in ``value_and_grad``.
+        cast_inputs (bool): Same as in ``value_and_grad``.
         headroom (int): How many times the gradients can double before they overflow.
             Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. Each must
@@ -93,7 +95,10 @@ def calibrate(
 
 
 def _largest_scale(trial: Trial) -> float:
+    progress = Progress("calibrate")
+
     def overflows(power: int) -> bool:
+        progress.show(f"the batch at a loss scale of 2^{power}")
         with preserved(trial.model):
             loss, gradients = trial.differentiate(2.0**power)
             if not all_finite([loss]).item():

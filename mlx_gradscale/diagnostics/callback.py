@@ -29,7 +29,7 @@ class LossScaleCallback:
         >>> from mlx_gradscale.diagnostics import LossScaleCallback
         >>> callback = LossScaleCallback(GradScaler())
         >>> callback.on_train_loss_report({"iteration": 10, "train_loss": 2.5})
-        Iter 10: loss 2.500, scale 2^16, skipped 0
+        Iter 10: scale 2^16, skipped 0
     """
 
     def __init__(self, optimizer: Any, wrapped_callback: Any = None):
@@ -66,7 +66,6 @@ class LossScaleCallback:
     def _line(self, report: dict[str, Any]) -> str:
         new = report["skipped_steps"] - self._skipped_before
         parts = [
-            f"loss {report['train_loss']:.3f}" if "train_loss" in report else "",
             f"scale {power(report['loss_scale'])}",
             f"skipped {report['skipped_steps']}" + (f" ({new} new)" if new else ""),
             f"grad norm {report['grad_norm']:.3g}" if "grad_norm" in report else "",

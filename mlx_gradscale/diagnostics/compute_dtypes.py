@@ -1,22 +1,14 @@
 """Report the dtype in which each layer computes."""
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from ..core.forward import is_opaque
-from ..core.masters import HALF
-from ..core.trees import is_floating
 from ..files.text import align, dtype_name
-from ..float32_layers.calls import Handler, handled, ordered_modules
-from ..float32_layers.layers import first_half, is_inside_layer
-from ..float32_layers.trial import Trial
+from ..float32_layers.trial import Call, Trial
 
 
 @dataclass(frozen=True)
@@ -24,8 +16,6 @@ class LayerDtypes:
     """The dtypes in one call to a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer. For another model
-            passed to the loss function, the argument follows in parentheses.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The dtype of the layer's own half-precision
             parameters; None if it has none.
@@ -33,7 +23,6 @@ class LayerDtypes:
         outputs (tuple): The dtypes of its floating-point outputs.
     """
 
-    model: str
     path: str
     parameters: mx.Dtype | None
     inputs: tuple[mx.Dtype, ...]
@@ -47,12 +36,9 @@ class DtypeReport:
     Attributes:
         layers (tuple): The layer calls, in order of return. Layers selected with
             ``float32_layers`` are left out.
-        half_statistics (tuple): The BatchNorm layers with running statistics in half
-            precision.
     """
 
     layers: tuple[LayerDtypes, ...]
-    half_statistics: tuple[str, ...] = ()
 
     @property
     def first(self) -> LayerDtypes | None:
@@ -61,13 +47,11 @@ class DtypeReport:
         return next((layer for layer in half if mx.float32 in layer.outputs), None)
 
     def __str__(self) -> str:
-        models = {layer.model for layer in self.layers}
         rows = [["layer", "parameters", "inputs", "outputs"]]
         for layer in self.layers:
             own = [layer.parameters] if layer.parameters else []
-            name = layer.path or "(model)"
-            name = f"{layer.model}: {name}" if len(models) > 1 else name
-            rows.append([name, *map(_names, (own, layer.inputs, layer.outputs))])
+            dtypes = map(_names, (own, layer.inputs, layer.outputs))
+            rows.append([layer.path or "(model)", *dtypes])
         lines = [align(rows, left=4)]
         if self.first is not None:
             lines.append(_promotion_message(self.first))
@@ -77,14 +61,6 @@ class DtypeReport:
             lines.append(
                 "No layer computes in half precision. Pass compute_dtype=mx.float16, "
                 "or call model.set_dtype(mx.float16)."
-            )
-        if self.half_statistics:
-            lines.append(
-                f"The running statistics of {', '.join(self.half_statistics)} are in "
-                "half precision, where small changes are lost and, in float16, a "
-                "variance above 65504 overflows. Before training, call "
-                "mlx_gradscale.float32_layers(model, "
-                "lambda path, layer: isinstance(layer, nn.BatchNorm))."
             )
         return "\n".join(lines)
 
@@ -106,13 +82,12 @@ def compute_dtypes(
     This function traces the batch without evaluating it.
 
     Args:
-        model (nn.Module): The model, which is not changed. The report includes other
-            models among the arguments of ``loss_fn``.
-        loss_fn (Callable): As for ``value_and_grad``.
+        model (nn.Module): The model, which is not changed.
+        loss_fn (Callable): Same as in ``value_and_grad``.
         *args (Any): The arguments of ``loss_fn``, such as a batch.
-        compute_dtype (Dtype, optional): As for ``value_and_grad``.
-        keep (Callable, optional): As for ``value_and_grad``.
-        cast_inputs (bool): As for ``value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
+        keep (Callable, optional): Same as in ``value_and_grad``.
+        cast_inputs (bool): Same as in ``value_and_grad``.
         **kwargs (Any): Keyword arguments of ``loss_fn``.
 
     Returns:
@@ -127,53 +102,16 @@ def compute_dtypes(
         >>> report.first.path, report.first.inputs
         ('layers.0', (mlx.core.float32,))
     """
-    calls: list[LayerDtypes] = []
-    forward: list[LayerDtypes] = []
-
-    def recorded_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        outputs = loss_fn(*args, **kwargs)
-        # Exclude calls of checkpointed layers in the backward pass.
-        forward.extend(calls)
-        return outputs
-
-    def make_handler(model: str, path: str) -> Handler:
-        def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            outputs = function(*args, **kwargs)
-            if is_inside_layer.get() or module.computes_in_float32:
-                return outputs
-            dtypes = _dtypes((args, kwargs)), _dtypes(outputs)
-            calls.append(LayerDtypes(model, path, first_half(module.values()), *dtypes))
-            return outputs
-
-        return handle
-
-    options = compute_dtype, cast_inputs, keep
-    trial = Trial(model, recorded_loss_fn, args, kwargs, *options)
-    models = {type(model).__name__: model}
-    parts = {id(part) for part in model.modules()}
-    for name, x in trial.arguments.items():
-        if isinstance(x, nn.Module) and id(x) not in parts:
-            models[f"{type(x).__name__} ({name})"] = x
-            parts |= {id(part) for part in x.modules()}
-    with contextlib.ExitStack() as stack:
-        for name, each in models.items():
-            stack.enter_context(handled(each, partial(make_handler, name)))
-        trial.differentiate()
-    statistics = [
-        path if len(models) == 1 else f"{name}: {path}"
-        for name, each in models.items()
-        for path, layer in ordered_modules(each)
-        if isinstance(layer, nn.BatchNorm)
-        and "running_mean" in layer
-        and layer.running_mean.dtype in HALF
-    ]
-    return DtypeReport(tuple(forward), tuple(statistics))
+    trial = Trial(model, loss_fn, args, kwargs, compute_dtype, cast_inputs, keep)
+    return DtypeReport(tuple(_layers(trial.run(evaluate=False).loss_call)))
 
 
-def _dtypes(tree: Any) -> tuple[mx.Dtype, ...]:
-    leaves = [x for _, x in tree_flatten(tree, is_leaf=is_opaque)]
-    arrays = (x for x in leaves if isinstance(x, mx.array))
-    return tuple(x.dtype for x in arrays if is_floating(x))
+def _layers(caller: Call) -> Iterator[LayerDtypes]:
+    for call in caller.children:
+        yield from _layers(call)
+        if not call.is_float32:
+            dtypes = (tuple(x.dtype for x in xs) for xs in (call.inputs, call.outputs))
+            yield LayerDtypes(call.path or "", call.parameters, *dtypes)
 
 
 def _names(dtypes: Any) -> str:
@@ -182,7 +120,7 @@ def _names(dtypes: Any) -> str:
 
 def _promotion_message(layer: LayerDtypes) -> str:
     half = _names([layer.parameters])
-    name = f"{layer.path!r} of {layer.model}" if layer.path else layer.model
+    name = repr(layer.path) if layer.path else "The model"
     other = next((x for x in layer.inputs if x != layer.parameters), None)
     if other is None:
         why = "although none of its inputs is float32"

@@ -1,6 +1,5 @@
 """Find the first layer with a non-finite value in the forward or backward pass."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,38 +8,37 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.scale import SMALLEST_SCALE
-from ..files.text import align, dtype_name, power
+from ..core.gradients import refuse_scaled
+from ..core.scaler import GradScaler
+from ..files.text import power
 from ..float32_layers.faults import find_fault
-from ..float32_layers.report import WHOLE_MODEL, Float32Search
-from ..float32_layers.search import search
+from ..float32_layers.progress import Progress
+from ..float32_layers.report import Float32Search
+from ..float32_layers.search import calibration_line, run_scaled, search
 from ..float32_layers.trial import Trial
-from ..nonfinite import NonFinite
 from .reading import scale_of
 
-# Multiplied by this factor, a loss scale is too small to cause an overflow.
-_SMALLER = 2.0**-40
-_MAX_ROWS = 20
+# A model that skips steps may have unusual weights, so allow more than the search does.
+_TOLERANCE = 0.05
 
 _ADVICE = {
     "nothing": "The gradients are finite too. If training skipped this batch, pass the "
     "compute_dtype= that training uses, and the scale= of that step.",
     "batch": "No loss scale can fix this.",
-    "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
-    "loss scale can fix. Normalize them, or call value_and_grad(..., "
-    "cast_inputs=False) and cast the model's inputs in the loss function.",
     "parameters": "No loss scale can fix this.",
     "forward": "Loss scaling affects only gradients and cannot help. If the value "
     "overflowed, compute the layers that produce and read it in float32, make their "
     "inputs smaller, or compute in bfloat16.",
-    "loss": "The model's outputs are finite, but the loss is not. Loss scaling cannot "
-    "help. Compute the loss in float32, from logits.astype(mx.float32), and look for a "
-    "logarithm of zero or a division by zero.",
-    "gradients": "Only the gradients overflow. A smaller loss scale fixes this, and a "
-    "dynamic scaler finds one by itself.",
-    "derivative": "The gradients are non-finite at any loss scale, because a "
-    "derivative itself is inf or NaN. Examples are the derivatives of sqrt and of a "
-    "norm at zero, which an epsilon fixes.",
+    "loss": "The model's outputs are finite, but the loss is non-finite or wrong. Loss "
+    "scaling cannot help. Compute the loss in float32, from "
+    "logits.astype(mx.float32), and look for a logarithm of zero or a division by "
+    "zero.",
+    "gradients": "Only the gradients overflow. A smaller loss scale fixes this: at "
+    "{scale}, they are finite and match float32. A dynamic scaler finds such a scale "
+    "by itself.",
+    "derivative": "No loss scale gives gradients that are finite and match float32. "
+    "The derivatives of sqrt and of a norm, for example, are inf or NaN at zero, which "
+    "an epsilon fixes.",
 }
 
 
@@ -49,19 +47,15 @@ class OverflowReport:
     """The result of :func:`explain_overflow`; print it for a summary.
 
     Attributes:
-        cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",
-            "gradients" or "derivative".
-        layer (str or None): The path of the layer that computed or owns the first
-            non-finite value. "" is the model, and None the loss function or no layer.
-        where (str): The first non-finite value and its location, in words.
+        cause (str): "nothing", "batch", "parameters", "forward", "loss", "gradients" or
+            "derivative".
+        layer (str or None): The path of the layer that computed or owns the first bad
+            value. "" is the model, and None the loss function or no layer.
+        where (str): The first bad value and its location, in words. A value is bad if
+            it is non-finite or, if that explains nothing, far from float32.
         loss (float): The loss.
         scale (float): The loss scale passed to :func:`explain_overflow`, or 1.0.
-        leaves (list): The non-finite leaves of the batch, the parameters or the
-            gradients. In a path such as ``args[1].mask``, ``args[1]`` is the second
-            argument of the loss function.
-        cure (list or None): The layers to pass to ``float32_layers``, verified on this
-            batch. None if no layers help or are needed.
-        problem (str): What is non-finite even in float32; "" if nothing is.
+        search (Float32Search): The search for float32 layers on this batch.
     """
 
     cause: str
@@ -69,46 +63,29 @@ class OverflowReport:
     where: str
     loss: float
     scale: float
-    leaves: list[NonFinite] = field(default_factory=list)
-    cure: list[str] | None = None
-    problem: str = ""
+    search: Float32Search = field(default_factory=lambda: Float32Search([]))
 
     @property
-    def loss_is_finite(self) -> bool:
-        """Whether the loss itself is finite."""
-        return math.isfinite(self.loss)
-
-    @property
-    def scaling_helps(self) -> bool:
-        """Whether a smaller loss scale makes the gradients finite."""
-        return self.cause == "gradients"
+    def fix(self) -> list[str] | None:
+        """The layers to pass to ``float32_layers``, verified on this batch, or None."""
+        return self.search.where or None
 
     @property
     def line(self) -> str:
-        """The line of code that fixes the overflow, and where to add it; "" if none."""
-        if self.cure is None:
-            return ""
-        where = self.cure[0] if len(self.cure) == 1 else self.cure
-        lines = [WHOLE_MODEL] if Float32Search(self.cure).is_whole_model else []
-        lines += [
-            "Add this line before the first step, and before the step is compiled:",
-            f"    mlx_gradscale.float32_layers(model, {where!r})",
-        ]
-        return "\n".join(lines)
+        """The code that fixes the overflow, and where to add it; "" if none."""
+        return self.search.line
 
     def __str__(self) -> str:
         scale = f"at a loss scale of {power(self.scale)}"
-        if self.loss_is_finite:
+        if math.isfinite(self.loss):
             first = f"The loss is finite ({self.loss:.6g}) {scale}."
         else:
             first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
-        advice = _ADVICE[self.cause]
-        if self.problem:
-            advice = f"Neither loss scaling nor float32 layers help. {self.problem}"
-        lines = [first, self.where, advice, self.line]
-        if self.leaves:
-            lines.append(_table(self.leaves))
-        return "\n".join(filter(None, lines))
+        advice = _ADVICE[self.cause].format(scale=power(self.search.scale))
+        if self.search.problem:
+            advice = "Neither loss scaling nor float32 layers help. "
+            advice += self.search.problem
+        return "\n".join(filter(None, [first, self.where, advice, self.line]))
 
 
 def explain_overflow(
@@ -124,22 +101,22 @@ def explain_overflow(
     """Rerun one batch, and report the first non-finite value and how to fix it.
 
     The report says whether the loss itself is finite, and which layer computed the
-    value. The model and the random state do not change. This function may run the batch
-    several times, so call it after a skipped step, not on every step.
+    value. It also compares the batch with float32, because an overflow inside a layer
+    may leave the loss finite but wrong, and verifies the fix it gives. The model and
+    the random state do not change. This function runs the batch several times, so call
+    it after a skipped step, not on every step.
 
     Args:
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``nn.value_and_grad``. It returns the loss, or a
-            tuple that starts with the loss.
+        loss_fn (Callable): Same as in ``nn.value_and_grad``, not from ``scale_loss``.
         *batch (Any): The arguments of ``loss_fn``. For mlx-lm's losses, the model is
             the first argument.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale. A scaler lowers
             its scale after an overflow, so pass the scale of the skipped step as a
-            number. Omit the scale if ``loss_fn`` was returned by ``scale_loss``.
-            Default: ``1.0``.
-        compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
-        keep (Callable, optional): As for ``GradScaler.value_and_grad``.
-        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+            number. Default: ``1.0``.
+        compute_dtype (Dtype, optional): Same as in ``value_and_grad``.
+        keep (Callable, optional): Same as in ``value_and_grad``.
+        cast_inputs (bool): Same as in ``value_and_grad``.
         **named (Any): Keyword arguments of ``loss_fn``.
 
     Returns:
@@ -150,53 +127,40 @@ def explain_overflow(
         >>> from mlx_gradscale.diagnostics import explain_overflow
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         >>> model.layers[1].weight = mx.array([[6000.0, 6000.0]])
-        >>> report = explain_overflow(
-        ...     model,
-        ...     lambda x: 0.01 * model(x).astype(mx.float32).sum(),
-        ...     mx.ones((1, 2)),
-        ...     scale=65536.0,
-        ...     compute_dtype=mx.float16,
-        ... )
+        >>> def loss_fn(x):
+        ...     return 0.01 * model(x).astype(mx.float32).sum()
+        >>> report = explain_overflow(model, loss_fn, mx.ones((1, 2)), scale=65536.0,
+        ...                           compute_dtype=mx.float16)
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
-    trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
-    if scale is not None and hasattr(loss_fn, "has_scaled_gradient"):
-        raise TypeError(
-            "This loss function was returned by scale_loss() and has its own scale. "
-            "Omit scale=, or pass the original function."
-        )
+    refuse_scaled(loss_fn)
     number = 1.0 if scale is None else scale_of(scale)
+    trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
     result = trial.run(scale=number)
     fault = find_fault(trial, result)
+    rest = result.loss, number
+    if fault is not None and fault.cause in ("batch", "parameters"):
+        return OverflowReport(fault.cause, fault.layer, fault.text, *rest)
+    # The loss may be finite, but wrong because of an overflow inside a layer.
+    trial = replace(trial, reference=trial.run_in_float32(), tolerance=_TOLERANCE)
+    run = trial.run(scale=number)
+    if fault is None and run.matches_reference:
+        text = "The loss and the gradients match float32."
+        return OverflowReport("nothing", None, text, *rest)
+    scaled = run_scaled(trial, None, Progress("explain_overflow"))
+    if scaled.matches_reference:
+        found = Float32Search([], scale=scaled.scale)
+    else:
+        found = search([trial], _TOLERANCE)
+    source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
+    found = replace(found, calibration=calibration_line(trial, source))
+    if found.where:
+        fault = find_fault(trial, run)
     if fault is None:
-        return OverflowReport("nothing", None, "", result.loss, number)
+        text = f"Small gradients underflow. They match float32 at {power(found.scale)}."
+        return OverflowReport("nothing", None, text * (not found.problem), *rest, found)
     cause = fault.cause
-    if cause == "gradients":
-        smaller = max(number * _SMALLER, SMALLEST_SCALE)
-        if find_fault(trial, trial.run(scale=smaller)) is not None:
-            cause = "derivative"
-    cure, problem = None, ""
-    if cause in ("forward", "loss"):
-        original = inspect.unwrap(
-            loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
-        )
-        # A model that skips steps may have unusual weights, so use a large tolerance.
-        trial = replace(trial, loss_fn=original)
-        found = search([trial], tolerance=0.1)
-        cure = found.where or None
-        # Without rows, the search has ended because float32 overflows as well.
-        problem = "" if found.rows else found.problem
-    text, leaves = fault.text, fault.leaves
-    return OverflowReport(
-        cause, fault.layer, text, result.loss, number, leaves, cure, problem
-    )
-
-
-def _table(leaves: list[NonFinite]) -> str:
-    rows: list[tuple[Any, ...]] = [("name", "dtype", "nan", "+inf", "-inf", "of")]
-    for x in leaves[:_MAX_ROWS]:
-        counts = (x.nan, x.positive_inf, x.negative_inf, math.prod(x.shape))
-        rows.append((x.path, dtype_name(x.dtype), *counts))
-    more = len(leaves) - _MAX_ROWS
-    return align(rows) + (f"\n... and {more} more" if more > 0 else "")
+    if cause == "gradients" and (found.where or found.problem):
+        cause = "derivative"
+    return OverflowReport(cause, fault.layer, fault.text, *rest, found)

@@ -119,12 +119,11 @@ class GradientHistogram:
     def best_scale(self) -> float | None:
         """The best loss scale for float16, as a power of two, or None.
 
-        Scales at which a value overflows are excluded, because one overflow skips the
-        whole step. Of the others, the best scale has the fewest underflows and, among
-        those, loses the fewest bits to subnormals. If several scales are equally good,
-        the middle one is returned. If some values are non-finite, the result is smaller
-        than :attr:`scale`. If values overflow at every scale, the result is the
-        smallest scale. If all values are zero or non-finite, the result is None.
+        This is the middle of the scales at which no value overflows, underflows or
+        loses bits. If there is none, it is the largest scale without an overflow,
+        because one overflow skips the whole step; if values overflow at every scale, it
+        is the smallest. If some values are non-finite, it is smaller than
+        :attr:`scale`. If all values are zero or non-finite, it is None.
         """
         powers = self.by_power()
         if not powers:
@@ -133,16 +132,8 @@ class GradientHistogram:
         if self.nonfinite:
             top = min(top, round(math.log2(self.scale)) - 1)
         top = max(min(top, _LARGEST_POWER), _SMALLEST_POWER)
-
-        def lost(p: int) -> tuple[int, int]:
-            missing = {NORMAL - (q + p): count for q, count in powers.items()}
-            underflow = sum(n for q, n in missing.items() if q > NORMAL - ROUNDS_UP)
-            return underflow, sum(q * n for q, n in missing.items() if q > 0)
-
-        # A larger scale never loses more, up to the largest that does not overflow.
-        least = lost(top)
-        best = [p for p in range(_SMALLEST_POWER, top + 1) if lost(p) == least]
-        return 2.0 ** ((best[0] + top) // 2)
+        low = max(min(NORMAL - min(powers), top), _SMALLEST_POWER)
+        return 2.0 ** ((low + top) // 2)
 
     def __str__(self) -> str:
         scales = {"without scaling": 1.0}

@@ -1,9 +1,8 @@
-"""Record the history of a run in memory and in a CSV or JSON Lines file."""
+"""Record the history of a run in memory and in a CSV file."""
 
-import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ class ScaleRecord:
 
 
 _HEADER = ",".join(field.name for field in fields(ScaleRecord))
+# More than enough for one line.
+_TAIL = 1024
 
 
 class ScaleHistory:
@@ -43,11 +44,12 @@ class ScaleHistory:
     does not wait. :meth:`flush`, or the end of a ``with`` block, reads the last arrays.
 
     Args:
-        path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
-            numbering continues after its last step, but only :meth:`load` returns
-            its records. To resume from an earlier step, pass ``step`` to
-            :meth:`record`; :meth:`load` then drops the older records from there on.
-            Only one process may write to a file. Default: ``None``.
+        path (str, optional): A ``.csv`` file to append to. If it exists, numbering
+            continues after its last step, but only :meth:`load` returns its records. To
+            resume from an earlier step, pass ``step`` to :meth:`record`; :meth:`load`
+            then drops the older records from there on. If two histories write to one
+            file, it contains the records of both, of which :meth:`load` drops some in
+            the same way. Default: ``None``.
         every (int): The number of steps between reads from the device. Default: ``50``.
 
     Example:
@@ -63,17 +65,14 @@ class ScaleHistory:
 
     def __init__(self, path: str | os.PathLike[str] | None = None, every: int = 50):
         self._every = every
-        self._path = None if path is None else Path(path)
+        self._path = None if path is None else _check_path(path)
         self._records: list[ScaleRecord] = []
         self._pending: list[tuple[int, list[Any]]] = []
         self._step = 0
         if self._path is not None:
-            data = _read(self._path) if self._path.exists() else b""
-            records = _parse(self._path, data)
+            records = _load(self._path) if self._path.exists() else []
             self._step = records[-1].step if records else 0
-            self._end = data.rfind(b"\n") + 1
-            is_new_table = self._path.suffix == ".csv" and not self._end
-            self._append(self._path, f"{_HEADER}\n" if is_new_table else "")
+            _append(self._path, [])
 
     def record(
         self,
@@ -125,17 +124,9 @@ class ScaleHistory:
             given = (None if x is None else float(x) for x in numbers)
             new.append(ScaleRecord(step, float(scale), bool(applied), *given))
         if self._path is not None:
-            lines = [_format(self._path, record) for record in new]
-            self._append(self._path, "".join(lines))
+            _append(self._path, new)
         self._pending.clear()
         self._records += new
-
-    def _append(self, path: Path, text: str) -> None:
-        with open(path, "ab") as file:
-            # Remove a partial line that a crash or a full disk may have left.
-            file.truncate(self._end)
-            file.write(text.encode())
-        self._end += len(text.encode())
 
     def __enter__(self) -> "ScaleHistory":
         return self
@@ -153,7 +144,7 @@ class ScaleHistory:
         """Read a history from a file.
 
         Args:
-            path (str): The ``.csv`` or ``.jsonl`` file.
+            path (str): The ``.csv`` file.
 
         Returns:
             ScaleHistory: The history. New records are not written to the file.
@@ -162,7 +153,7 @@ class ScaleHistory:
             ValueError: If the file is not a history.
         """
         history = cls()
-        history._records = _parse(Path(path), _read(Path(path)))
+        history._records = _load(_check_path(path))
         if history._records:
             history._step = history._records[-1].step
         return history
@@ -179,15 +170,16 @@ class ScaleHistory:
         return [record.step for record in self.records if not record.applied]
 
 
-def _read(path: Path) -> bytes:
+def _check_path(path: str | os.PathLike[str]) -> Path:
+    if Path(path).suffix != ".csv":
+        raise ValueError(f"path must end in .csv, got {Path(path).name!r}.")
+    return Path(path)
+
+
+def _load(path: Path) -> list[ScaleRecord]:
+    """Read a file; a record replaces earlier ones with the same or a later step."""
     with open(path, "rb", opener=open_file) as file:
-        return file.read()
-
-
-def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
-    """Parse a file; a record replaces earlier ones with the same or a later step."""
-    if path.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"path must end in .csv or .jsonl, got {path.name!r}.")
+        data = file.read()
     # Drop a last line that a crash cut off, unless it is the only line.
     text = data[: data.rfind(b"\n") + 1 or None].decode("utf-8", "replace")
     records: list[ScaleRecord] = []
@@ -195,8 +187,8 @@ def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
         if line == _HEADER:
             continue
         try:
-            record = _parse_line(path, line)
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
+            record = _parse(line)
+        except (ArithmeticError, ValueError):
             raise ValueError(
                 f"{path} is not a history file (line {i} is {line[:100]!r}). Pass a "
                 "file written by ScaleHistory or, for a new history, a new file name."
@@ -207,26 +199,30 @@ def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
     return records
 
 
-def _parse_line(path: Path, line: str) -> ScaleRecord:
-    if path.suffix == ".csv":
-        row = dict(zip(_HEADER.split(","), line.split(","), strict=True))
-    else:
-        row = json.loads(line)
-    step, scale = int(float(row["step"])), float(row["scale"])
-    if not 0 < scale < math.inf:
+def _parse(line: str) -> ScaleRecord:
+    step, scale, applied, *numbers = line.split(",")
+    if len(numbers) != 2 or not 0 < float(scale) < math.inf:
         raise ValueError(line)
-    texts = (row.get("grad_norm"), row.get("loss"))
-    numbers = [None if x in (None, "") else float(x) for x in texts]
-    return ScaleRecord(step, scale, bool(int(row["applied"])), *numbers)
+    given = (float(x) if x else None for x in numbers)
+    return ScaleRecord(int(float(step)), float(scale), bool(int(applied)), *given)
 
 
-def _format(path: Path, record: ScaleRecord) -> str:
-    row = asdict(record)
-    if path.suffix == ".csv":
-        row["applied"] = int(record.applied)
-        return ",".join("" if x is None else str(x) for x in row.values()) + "\n"
-    for name, x in row.items():
-        # JSON has no inf or NaN, so write them as strings.
-        if isinstance(x, float) and not math.isfinite(x):
-            row[name] = str(x)
-    return json.dumps(row) + "\n"
+def _append(path: Path, records: list[ScaleRecord]) -> None:
+    """Append records to a file; a new file gets a header."""
+    with open(path, "a+b") as file:
+        size = file.tell()
+        file.seek(max(size - _TAIL, 0))
+        tail = file.read()
+        end = size - len(tail) + tail.rfind(b"\n") + 1
+        if end < size:
+            # Remove a partial line that a crash or a full disk may have left. Never
+            # remove more: another history may have appended whole lines.
+            file.truncate(end)
+        lines = [*([] if end else [_HEADER]), *map(_format, records)]
+        file.write("".join(f"{line}\n" for line in lines).encode())
+
+
+def _format(record: ScaleRecord) -> str:
+    step, scale, applied, *numbers = astuple(record)
+    cells = [step, scale, int(applied), *("" if x is None else x for x in numbers)]
+    return ",".join(map(str, cells))

@@ -16,7 +16,8 @@ def printable(value: object) -> str:
 
 def shorten(value: object, width: int = 80) -> str:
     """Return a value as printable text of at most ``width`` characters."""
-    text = printable(value if isinstance(value, str) else repr(value))
+    text = value if isinstance(value, str) else repr(value)
+    text = printable(text[: width + 1])  # cut first: an untrusted text may be long
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

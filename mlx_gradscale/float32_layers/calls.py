@@ -69,19 +69,6 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
 
 
 @contextmanager
-def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterator[None]:
-    """Add a handler to every module of a model, and restore the model on exit.
-
-    A module with several paths gets one handler, created for its first path.
-    """
-    modules = {id(m): (path, m) for path, m in reversed(ordered_modules(model))}
-    with preserved(model):
-        for path, module in modules.values():
-            set_handlers(module, (*get_handlers(module), make_handler(path)))
-        yield
-
-
-@contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Disable ``mx.compile``. On exit, restore it, the model and the random state."""
     saved = snapshot(model)

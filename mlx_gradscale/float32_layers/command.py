@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import shlex
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,10 +46,11 @@ def _search(arguments: Sequence[str] | None) -> int:
         print(f"\nNo layers need float32, so {options.output} was not written.")
         return 0
     found.save(options.output)
-    print(
-        f"\nSaved to {options.output}. Before training, after adding any LoRA layers, "
-        f'call:\n    mlx_gradscale.float32_layers(model, "{options.output}")'
-    )
+    command = ["mlx_gradscale", "lora", "--train", "--dtype", "float16"]
+    command += ["--model", options.model, "--data", options.data]
+    command += ["--fine-tune-type", options.fine_tune_type]
+    command += ["--float32-layers", options.output]
+    print(f"\nSaved to {options.output}. To train with it:\n    {shlex.join(command)}")
     return 0
 
 

@@ -4,14 +4,13 @@ For ``explain_overflow``, non-finite values are bad. The search for float32 laye
 compares each value with a float32 run, and treats values that differ too much as bad.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..files.text import dtype_name, list_some, power
-from ..nonfinite import NonFinite, nonfinite
+from ..files.text import list_some, power
+from ..nonfinite import nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
 
@@ -28,7 +27,6 @@ class Fault:
     cause: str
     layer: str | None = None
     text: str = ""
-    leaves: list[NonFinite] = field(default_factory=list)
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
@@ -47,22 +45,13 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
         text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
-        return Fault("batch", None, text, leaves)
-    dtype = trial.compute_dtype if trial.cast_inputs else None
-    if dtype is not None and not math.isfinite(run.loss):
-        leaves = nonfinite(_cast(arguments, dtype))
-        if leaves:
-            names = list_some(leaf.path for leaf in leaves)
-            limit = f"{dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
-            text = f"The batch exceeds the {limit} in {names}."
-            return Fault("arguments", None, text, leaves)
+        return Fault("batch", None, text)
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        advice = "Restore an earlier checkpoint."
-        text = f"The parameters contain NaN or inf in {names}. {advice}"
+        text = f"The parameters contain NaN or inf in {names}. Restore a checkpoint."
         paths = [path for path, _ in ordered_modules(trial.model)]
-        return Fault("parameters", owner_of(paths, leaves[0].path), text, leaves)
+        return Fault("parameters", owner_of(paths, leaves[0].path), text)
     return _first_fault(run)
 
 
@@ -70,7 +59,6 @@ def _first_fault(run: Run) -> Fault:
     def first_bad(values: Iterable[Value], distance: float = _FAR) -> Value | None:
         return next((x for x in values if _is_bad(x, run, distance)), None)
 
-    leaves = [x.counts for x in run.gradients if not x.is_finite]
     cause, found = "forward", first_bad(run.forward)
     if found is None and run.is_loss_off:
         # If no value is even somewhat off, the loss function itself is at fault.
@@ -78,28 +66,28 @@ def _first_fault(run: Run) -> Fault:
     elif found is None:
         cause, found = "gradients", first_bad(run.backward)
     if found is None:
-        return Fault(cause, leaves=leaves)
+        return Fault(cause)
     what = f"contains {found}"
     if found.is_finite:
         what = f"differs from float32 by {min(relative_distance([found]), 9.99):.0%}"
     if run.reference and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
     layer = found.path if found.side in ("output", "input gradient") else found.caller
-    return Fault(cause, layer, f"{_describe(found)} {what}.", leaves)
+    return Fault(cause, layer, f"{_describe(found)} {what}.")
 
 
 def _is_bad(value: Value, run: Run, distance: float) -> bool:
     other = value.other
     if run.reference and (other is None or not other.is_finite):
         return False
-    is_far = other is not None and relative_distance([value]) >= distance
-    is_bad = not value.is_finite or is_far
-    if value.has_gradient:
-        return is_bad
     if (other or value).is_mask:
+        # A mask of float32's lowest number has no sums to compare: they overflow.
         is_bad = bool(value.counts.nan or value.counts.positive_inf)
+    else:
+        is_far = other is not None and relative_distance([value]) >= distance
+        is_bad = not value.is_finite or is_far
     # Without a gradient, the value can only affect the loss.
-    return is_bad and run.is_loss_off
+    return is_bad and (value.has_gradient or run.is_loss_off)
 
 
 def _describe(value: Value) -> str:
@@ -116,13 +104,3 @@ def _describe(value: Value) -> str:
 
 def _name(path: str | None) -> str:
     return "the loss function" if path is None else path or "the model"
-
-
-def _cast(arguments: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Return the floating-point arguments, except additive masks, cast to ``dtype``."""
-    floating = {
-        p: x for p, x in arguments.items() if mx.issubdtype(x.dtype, mx.floating)
-    }
-    # An additive mask is 0 and, at masked positions, negative, such as -1e9.
-    masks = {p for p, x in floating.items() if not x.size or mx.max(x).item() == 0}
-    return {p: x.astype(dtype) for p, x in floating.items() if p not in masks}

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -152,14 +151,14 @@ def _find_neighbors(
     modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
     """Return a few small modules that have parameters and do not overlap ``paths``."""
-    found = []
-    for path, module in modules.items():
-        arrays = [x for x in module.values() if isinstance(x, mx.array)]
-        size = sum(x.size for x in arrays if is_floating(x))
-        if size and not any(is_inside(path, p) or is_inside(p, path) for p in paths):
-            found.append((size, module))
-    found.sort(key=itemgetter(0))
-    return tuple(module for _, module in found[:_MAX_NEIGHBORS])
+
+    def size(module: nn.Module) -> int:
+        arrays = (x for x in module.values() if isinstance(x, mx.array))
+        return sum(x.size for x in arrays if is_floating(x))
+
+    related = {p for p in modules for q in paths if is_inside(p, q) or is_inside(q, p)}
+    found = [m for path, m in modules.items() if path not in related and size(m)]
+    return tuple(sorted(found, key=size)[:_MAX_NEIGHBORS])
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:

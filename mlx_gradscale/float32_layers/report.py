@@ -10,8 +10,10 @@ from ..files.text import align, percent
 from .where import FORMAT, TO
 
 _MAX_ROWS = 40
+# GradScaler's default scale, at which a run starts unless it is calibrated.
+FIRST_SCALE = 65536.0
 
-WHOLE_MODEL = (
+_WHOLE_MODEL = (
     "The whole model would have to compute in float32, at the cost of a float32 model. "
     "The overflow is probably in the model's own code, between its layers, or in the "
     "loss function. A better fix is to cast the overflowing expression to float32 "
@@ -64,6 +66,8 @@ class Float32Search:
         problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.
+        scale (float): The loss scale at which ``where`` was verified.
+        calibration (str): The line of code that finds a loss scale before training.
     """
 
     where: list[str]
@@ -72,11 +76,43 @@ class Float32Search:
     problem: str = ""
     losses: list[tuple[float, float]] = field(default_factory=list)
     float16_parameters: float = 1.0
+    scale: float = FIRST_SCALE
+    calibration: str = ""
 
     @property
-    def is_whole_model(self) -> bool:
-        """Whether the whole model must compute in float32."""
-        return any(not entry.partition(TO)[0] for entry in self.where)
+    def line(self) -> str:
+        """The code that fixes the overflow, and its cost; "" if none is needed."""
+        lines, cost = [], []
+        if self.where:
+            where = self.where[0] if len(self.where) == 1 else self.where
+            lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
+            cost.append(self.cost)
+        if self.scale != FIRST_SCALE:
+            lines.append(f"    {self.calibration}")
+            what = "overflow" if self.scale < FIRST_SCALE else "underflow"
+            cost.append(
+                f"The gradients {what} at a loss scale of 65536, where a run starts. "
+                "calibrate() finds a better scale on one batch."
+            )
+        if self.problem or not lines:
+            return ""
+        add = f"Add {'these lines' if lines[1:] else 'this line'} before the first step"
+        return "\n".join([*cost, f"{add}, and before it is compiled:", *lines])
+
+    @property
+    def cost(self) -> str:
+        """How much of the model stays in half precision, and what to do if little."""
+        if any(not entry.partition(TO)[0] for entry in self.where):
+            return _WHOLE_MODEL
+        share = f"{percent(self.float16_parameters)} of the parameters"
+        if self.float16_parameters >= 0.5:
+            return f"{share} still compute in half precision."
+        is_float16 = not self.rows or self.rows[0].maximum == Row.maximum
+        wide = "bfloat16, which has the same range as float32, or in " * is_float16
+        return (
+            f"Only {share} could compute in half precision, which saves little. Train "
+            f"in {wide}float32 instead."
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
@@ -91,19 +127,14 @@ class Float32Search:
     def __str__(self) -> str:
         if self.problem:
             return f"Computing layers in float32 does not help. {self.problem}"
-        if not self.where:
-            lines = ["Every layer can compute in half precision."]
-        elif self.is_whole_model:
-            lines = [WHOLE_MODEL, *self.reasons.values()]
-        else:
-            share = percent(self.float16_parameters)
-            lines = [
-                "These layers must compute in float32:",
-                *(f"  {entry}: {why}" for entry, why in self.reasons.items()),
-                f"{share} of the parameters belong to half-precision layers.",
-            ]
+        lines = ["Every layer can compute in half precision."]
+        if self.where:
+            lines = ["These layers must compute in float32:"]
+        for entry, why in self.reasons.items():
+            model = "" if entry.partition(TO)[0] else "(model)"
+            lines.append(f"  {model}{entry}: {why}")
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
-        lines.append(f"Loss {', '.join(losses)}.")
+        lines += [f"Loss {', '.join(losses)}.", *filter(None, [self.line])]
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]
         rows: list[tuple[str, ...]] = [("layer", "largest", "headroom", "dtype")]
         for row in least:

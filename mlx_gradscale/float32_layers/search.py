@@ -1,6 +1,5 @@
 """Find the layers of a half-precision model that must compute in float32."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,21 +11,21 @@ from mlx.utils import tree_flatten
 
 from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
+from ..files.text import dtype_name, power
 from .calls import is_inside, owner_of
 from .faults import find_fault
-from .report import Float32Search, Row
+from .progress import Progress
+from .report import FIRST_SCALE, Float32Search, Row
 from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
-# Rounding in both passes affects gradients, so they may differ more than the loss.
-_GRADIENT_TOLERANCE = 10
-# Loss scales, tried in this order until the gradients are finite.
-_SCALES = [2.0**power for power in range(16, -41, -8)]
-
-_logger = logging.getLogger(__name__)
+# The smallest and the largest loss scale to try, and the factor between two.
+_SMALLEST, _LARGEST, _FACTOR = 2.0**-40, 2.0**40, 2.0**8
+# If the largest scaled gradient is smaller, many others underflow below 2**-25.
+_SMALL = 2.0**-8
 
 
-class NoCureFound(Exception):
+class NoFixFound(Exception):
     """Raised if no choice of float32 layers helps; the message gives the reason."""
 
 
@@ -40,7 +39,7 @@ def find_float32_layers(
     margin: float = 2.0,
     tolerance: float = 0.02,
 ) -> Float32Search:
-    """Find which layers must compute in float32, and verify that they suffice.
+    """Find the layers that must compute in float32, and verify that they suffice.
 
     Every batch runs forward and backward in float32 and in half precision. If a value
     between layers comes within a factor of ``margin`` of the dtype's maximum, 65504 for
@@ -49,18 +48,19 @@ def find_float32_layers(
     or too far from float32. Finally, the loss and gradients must match float32.
 
     The search does not change the model. Pass the result to
-    :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
-    at level INFO.
+    :func:`mlx_gradscale.float32_layers`, or save it for later. If the search takes
+    longer than three seconds, its runs are printed to stderr. If logging is enabled at
+    level INFO, all runs are logged instead.
 
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
             given.
-        loss_fn (Callable): As for ``nn.value_and_grad``, not wrapped by ``scale_loss``.
+        loss_fn (Callable): Same as in ``nn.value_and_grad``, not from ``scale_loss``.
         batches (Iterable): The arguments of ``loss_fn`` for each batch, as a tuple or
             list, a dict of keyword arguments, or a single argument. A few typical
             batches suffice.
-        compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
-        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        compute_dtype (Dtype, optional): Same as in ``GradScaler.value_and_grad``.
+        cast_inputs (bool): Same as in ``GradScaler.value_and_grad``.
         margin (float): The factor by which values may grow during training before they
             overflow. Default: ``2.0``.
         tolerance (float): The allowed relative difference between the loss and the
@@ -102,19 +102,19 @@ def find_float32_layers(
             "batches must be a list with the arguments of loss_fn for each batch, got "
             f"{type(batches).__name__}. Put a single batch in a list."
         )
-    trial = Trial(model, loss_fn, (), {}, compute_dtype, cast_inputs)
-    trials = [_with_batch(trial, batch) for batch in batches]
-    if not trials:
+    batches = list(batches)
+    if not batches:
         raise ValueError("batches is empty. Pass at least one batch.")
+    trials = []
+    for i, batch in enumerate(batches, start=1):
+        # Not isinstance, because a model is also a dict.
+        named = batch if type(batch) is dict else {}
+        args = () if named is batch else batch
+        args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        trial = Trial(model, loss_fn, args, named, compute_dtype, cast_inputs)
+        name = f"Batch {i} of {len(batches)}" if len(batches) > 1 else trial.name
+        trials.append(replace(trial, name=name))
     return search(trials, tolerance, margin)
-
-
-def _with_batch(trial: Trial, batch: Any) -> Trial:
-    # Not isinstance, because a model is also a dict.
-    if type(batch) is dict:
-        return replace(trial, kwargs=batch)
-    is_one = not isinstance(batch, (tuple, list))
-    return replace(trial, args=(batch,) if is_one else tuple(batch))
 
 
 def search(
@@ -123,46 +123,57 @@ def search(
     """Run the search of :func:`find_float32_layers` on one trial per batch."""
     state, problem = _Search(trials[0], margin), ""
     try:
-        for i, trial in enumerate(trials, start=1):
-            state.references.append(_run_in_float32(trial, f"Batch {i}"))
+        for trial in trials:
+            state.references.append(state.run_in_float32(trial))
             state.cover(state.references[-1].loss_call)
-        compared = [
-            replace(trial, reference=reference, tolerance=tolerance)
-            for trial, reference in zip(trials, state.references, strict=True)
-        ]
+        pairs = zip(trials, state.references, strict=True)
+        compared = [replace(t, reference=r, tolerance=tolerance) for t, r in pairs]
         tried = None
         while tried != list(state.reasons):
             tried = list(state.reasons)
             state.halves = [state.grow(trial) for trial in compared]
-    except NoCureFound as error:
+    except NoFixFound as error:
         state.reasons, problem = {}, str(error)
-    return state.report(problem)
+    return replace(state.report(problem), calibration=calibration_line(trials[0]))
 
 
-def _run_in_float32(trial: Trial, name: str) -> Run:
-    _logger.info("%s in float32", name)
-    reference = trial.run_in_float32()
-    fault = find_fault(trial, reference)
-    if fault is None:
-        return reference
-    why = [f"{name} gives non-finite values even in float32.", fault.text]
-    if fault.cause not in ("batch", "parameters"):
-        why += [
-            f"The loss is {reference.loss}. Look for values that grow too large, a "
-            "logarithm or square root of zero, a division by zero, or a cast to half "
-            "precision."
-        ]
-    raise NoCureFound(" ".join(filter(None, why)))
+def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) -> Run:
+    """Run in half precision, at a loss scale at which the gradients fit, if any does.
 
+    ``where`` replaces the model's float32 layers for this run; None keeps them.
+    """
+    layers = None if where is None else list(where)
+    names = [x if x.partition(TO)[0] else f"the model{x}" for x in layers or ()]
+    text = f", with {', '.join(names)} in float32" if names else ""
 
-def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
-    """Run in half precision; lower the loss scale while only gradients overflow."""
-    for scale in _SCALES:
-        _logger.info("In half precision with float32 layers %s", [*where])
-        half = trial.run([*where], scale)
-        if half.has_finite_gradients or not math.isfinite(half.loss):
+    def run(scale: float) -> Run:
+        progress.show(f"{trial.name} in half precision at {power(scale)}{text}")
+        return trial.run(layers, scale)
+
+    half = larger = run(FIRST_SCALE)
+    while not half.has_finite_gradients and math.isfinite(half.loss):
+        if half.scale <= _SMALLEST:
+            return half
+        half = run(half.scale / _FACTOR)
+    while larger.has_finite_gradients and not larger.is_loss_off:
+        half = larger
+        largest = max(value.largest for value in half.gradients)
+        is_small = largest * half.scale < _SMALL and half.scale < _LARGEST
+        if half.matches_reference or not is_small:
             break
+        larger = run(half.scale * _FACTOR)
     return half
+
+
+def calibration_line(trial: Trial, source: str = "optimizer") -> str:
+    """Return the line of code that calibrates the loss scale for a trial."""
+    name = getattr(trial.loss_fn, "__name__", "")
+    arguments = [source, "model", name if name.isidentifier() else "loss_fn", "*batch"]
+    if trial.compute_dtype is not None:
+        arguments.append(f"compute_dtype=mx.{dtype_name(trial.compute_dtype)}")
+    arguments += ["keep=keep"] * (trial.keep is not None)
+    arguments += ["cast_inputs=False"] * (not trial.cast_inputs)
+    return f"mlx_gradscale.diagnostics.calibrate({', '.join(arguments)})"
 
 
 class _Search:
@@ -174,8 +185,25 @@ class _Search:
         self.halves: list[Run] = []
         self._model = trial.model
         self._maximum, self._margin = trial.maximum, margin
+        self._progress = Progress("Search for float32 layers")
         # Magnitudes to ignore: of the batch, and of values that training cannot change.
         self._given: set[float] = set()
+
+    def run_in_float32(self, trial: Trial) -> Run:
+        """Run a batch in float32; raise if a value is non-finite."""
+        self._progress.show(f"{trial.name} in float32")
+        reference = trial.reference or trial.run_in_float32()
+        fault = find_fault(trial, reference)
+        if fault is None:
+            return reference
+        why = f"{trial.name} gives non-finite values even in float32. {fault.text}"
+        if fault.cause not in ("batch", "parameters"):
+            why += (
+                f" The loss is {reference.loss}. Look for values that grow too large, "
+                "a logarithm or square root of zero, a division by zero, or a cast to "
+                "half precision."
+            )
+        raise NoFixFound(why)
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
@@ -191,7 +219,8 @@ class _Search:
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
-        return Float32Search(where, reasons, rows, problem, losses, share)
+        scale = min((half.scale for half in self.halves), default=FIRST_SCALE)
+        return Float32Search(where, reasons, rows, problem, losses, share, scale)
 
     # Large values between layers, as measured in the float32 run.
 
@@ -214,6 +243,12 @@ class _Search:
 
     def _chain_for(self, call: Call, first: int) -> str:
         """Return the layer or shortest chain that covers the large values of a call."""
+        # Example: a model calls embed, blocks.0, blocks.1, norm and head in this order.
+        # If blocks.1 returns 1e5, norm reads it: "blocks.1 to norm". If the model's own
+        # code multiplies the output of embed by 1e6, blocks.0 is the first to read it,
+        # so the chain starts one call earlier: "embed to norm". If head returns 1e5:
+        # "head to the loss". If blocks.0 itself computes 1e5 between its own layers,
+        # the call is that of blocks.0, and the entry "blocks.0".
         children = call.children
         if self._is_large(children[first].inputs):
             # The caller's own code computed the value, between calls of its children.
@@ -244,29 +279,23 @@ class _Search:
     def grow(self, trial: Trial) -> Run:
         """Select layers until this batch agrees with float32; return its last run."""
         while True:
-            half = _run_scaled(trial, self.reasons)
-            distance = relative_distance(half.gradients)
-            is_close = distance <= _GRADIENT_TOLERANCE * trial.tolerance
-            if not half.is_loss_off and half.has_finite_gradients and is_close:
+            half = run_scaled(trial, self.reasons, self._progress)
+            if half.matches_reference:
                 return half
             fault = find_fault(trial, half)
             assert fault is not None, "a run with a reference has a fault"
-            if fault.cause == "arguments":
-                raise NoCureFound(
-                    f"{fault.text} Normalize the argument, or pass cast_inputs=False "
-                    "to find_float32_layers and value_and_grad."
-                )
             if fault.cause == "gradients" and not fault.text:
-                raise NoCureFound(
+                distance = relative_distance(half.gradients)
+                raise NoFixFound(
                     "Nothing overflows, but rounding changes the gradients by "
-                    f"{distance:.0%} compared with float32. To accept this, set the "
-                    f"tolerance to {distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
+                    f"{distance:.0%} compared with float32. Train in float32, or raise "
+                    "the tolerance of find_float32_layers."
                 )
             instead = f"{half.loss:.4g} instead of {half.expected_loss:.4g}"
             why = fault.text or f"The loss is {instead}."
             entry = self._entry_for(trial, half, fault.layer)
             if entry is None:
-                raise NoCureFound(
+                raise NoFixFound(
                     "Even computing the whole model in float32 is not enough. "
                     f"{why} Look for a cast to half precision or a division by zero in "
                     "the model and in the loss function."
@@ -275,6 +304,10 @@ class _Search:
 
     def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
         """Return the next layer or chain to compute in float32, or None."""
+        # Example: the output of blocks.0.norm is wrong: "blocks.0.norm". If it is still
+        # wrong in float32, the cause is around it: "blocks.0", then "" (the model). If
+        # the loss function is at fault (path is None), try "head to the loss" and
+        # earlier layers, until the loss is right.
         if path is not None:
             inside = self._paths(self.reasons)
             called = {"", *(value.path for value in half.forward)}
@@ -287,7 +320,8 @@ class _Search:
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
             entry = f"{last}{TO}{THE_LOSS}"
-            if not _run_scaled(trial, [*self.reasons, entry]).is_loss_off:
+            run = run_scaled(trial, [*self.reasons, entry], self._progress)
+            if run.matches_reference or (half.is_loss_off and not run.is_loss_off):
                 return entry
         return None
 

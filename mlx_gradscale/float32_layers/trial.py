@@ -18,12 +18,22 @@ from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
 from ..nonfinite import NonFinite
-from .calls import Handler, handled, ordered_modules, owner_of, preserved
-from .layers import float32_layers
+from .calls import (
+    Handler,
+    get_handlers,
+    ordered_modules,
+    owner_of,
+    preserved,
+    set_handlers,
+)
+from .layers import first_half, float32_layers, is_inside_layer
 
 # 64 sums with random signs give the distance between two arrays to within about 20
 # percent, without storing the arrays.
 _SUMS = 64
+# Rounding in both passes affects gradients, so they may differ more than the loss, but
+# never by as much as gradients that are all zero, whose relative distance is 1.
+_GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
 
 
 class Value:
@@ -110,9 +120,16 @@ def measure(x: mx.array, scale: float) -> mx.array:
 
 @dataclass(eq=False)
 class Call:
-    """One call to a layer, or to the loss function if ``path`` is None."""
+    """One call to a layer, or to the loss function if ``path`` is None.
+
+    Attributes:
+        parameters (Dtype or None): The dtype of the layer's own half-precision arrays.
+        is_float32 (bool): Whether this is a float32 layer, or inside one.
+    """
 
     path: str | None
+    parameters: mx.Dtype | None = None
+    is_float32: bool = False
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     children: list["Call"] = field(default_factory=list)
@@ -126,10 +143,13 @@ class Run:
             same in every run.
         loss_call (Call): The call to the loss function, which contains all other calls.
         reference (Run or None): The float32 run to compare with, if any.
+        forward (list): The inputs and outputs of all layers.
+        backward (list): Their gradients, then those of the parameters.
+        gradients (list): The gradients of the parameters.
+        expected_loss (float): The loss of the reference or, without one, of this run.
     """
 
     def __init__(self, trial: "Trial", scale: float):
-        self.loss = math.nan
         self.scale = scale
         self.reference = trial.reference
         self.values: dict[tuple[str, str, int], Value] = {}
@@ -141,36 +161,19 @@ class Run:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     @property
-    def forward(self) -> list[Value]:
-        """The inputs and outputs of all layers."""
-        return [x for x in self.values.values() if not x.is_gradient]
-
-    @property
-    def backward(self) -> list[Value]:
-        """The gradients of the layers' inputs and outputs, then of the parameters."""
-        return [x for x in self.values.values() if x.is_gradient]
-
-    @property
-    def gradients(self) -> list[Value]:
-        """The gradients of the parameters."""
-        return [x for x in self.backward if x.side.startswith("parameter")]
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """Whether the gradients of all parameters are finite."""
-        return all(value.is_finite for value in self.gradients)
-
-    @property
-    def expected_loss(self) -> float:
-        """The loss of the reference run; without one, the loss of this run."""
-        return self.reference.loss if self.reference else self.loss
-
-    @property
     def is_loss_off(self) -> bool:
         """Whether the loss is non-finite, or too far from that of the reference run."""
         allowed = self._tolerance * max(abs(self.expected_loss), 1e-6)
         # Negated, because every comparison with NaN is False.
         return not abs(self.loss - self.expected_loss) <= allowed
+
+    @property
+    def matches_reference(self) -> bool:
+        """Whether loss and gradients are finite and close to the reference run."""
+        if self.is_loss_off or not self.has_finite_gradients:
+            return False
+        allowed = min(_GRADIENT_TOLERANCE * self._tolerance, _FARTHEST)
+        return relative_distance(self.gradients) <= allowed
 
     def read(self, loss: mx.array, gradients: Any) -> None:
         """Add the parameter gradients, and evaluate the loss and all statistics."""
@@ -183,7 +186,12 @@ class Run:
         rows = np.array(mx.stack([value.measured for value in self.values.values()]))
         for value, row in zip(self.values.values(), rows, strict=True):
             value.read(row)
+        self.forward = [x for x in self.values.values() if not x.is_gradient]
+        self.backward = [x for x in self.values.values() if x.is_gradient]
+        self.gradients = [x for x in self.backward if x.side.startswith("parameter")]
+        self.has_finite_gradients = all(x.is_finite for x in self.gradients)
         self.loss = float(loss)
+        self.expected_loss = self.reference.loss if self.reference else self.loss
 
     def _add(self, value: Value) -> None:
         place = value.path, value.side
@@ -195,8 +203,10 @@ class Run:
     def make_handler(self, path: str) -> Handler:
         """Return the handler that measures the inputs and outputs of one layer."""
 
-        def handle(_: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            call, caller = Call(path), self._running[-1].path
+        def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            is_float32 = is_inside_layer.get() or module.computes_in_float32
+            call = Call(path, first_half(module.values()), is_float32)
+            caller = self._running[-1].path
             if not self.is_forward_done:
                 self._running[-1].children.append(call)
             elif caller is None and path:
@@ -239,7 +249,8 @@ class Trial:
     """A model, a loss and one batch, with options for ``GradScaler.value_and_grad``.
 
     If ``reference`` is a float32 run, all values are compared with that run, and the
-    relative difference of the loss may be at most ``tolerance``.
+    relative difference of the loss may be at most ``tolerance``, and that of the
+    gradients ten times as much. ``name`` identifies the batch in messages.
     """
 
     model: nn.Module
@@ -251,6 +262,7 @@ class Trial:
     keep: Callable[[str, mx.array], bool] | None = None
     reference: Run | None = None
     tolerance: float = 0.0
+    name: str = "The batch"
 
     @property
     def maximum(self) -> float:
@@ -266,10 +278,16 @@ class Trial:
         tree = {f"args[{i}]": x for i, x in enumerate(self.args)} | self.kwargs
         return dict(tree_flatten(tree, is_leaf=is_opaque))
 
-    def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
+    def run(
+        self,
+        where: Sequence[str] | None = None,
+        scale: float = 1.0,
+        evaluate: bool = True,
+    ) -> Run:
         """Measure a forward and backward pass of the batch, without changing the model.
 
         ``where`` replaces the model's float32 layers for this run; None keeps them.
+        With ``evaluate=False``, only the calls and their dtypes are known.
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
@@ -280,10 +298,16 @@ class Trial:
             result.is_forward_done = True
             return outputs
 
-        with handled(self.model, result.make_handler):
+        # A module with several paths gets one handler, for its first path.
+        paths = {id(m): (path, m) for path, m in reversed(ordered_modules(self.model))}
+        with preserved(self.model):
+            for path, module in paths.values():
+                set_handlers(module, (*get_handlers(module), result.make_handler(path)))
             if where is not None:
                 float32_layers(self.model, where)
-            result.read(*replace(self, loss_fn=loss_fn).differentiate(scale))
+            loss, gradients = replace(self, loss_fn=loss_fn).differentiate(scale)
+            if evaluate:
+                result.read(loss, gradients)
         return result
 
     def run_in_float32(self) -> Run:

@@ -19,9 +19,10 @@ def plot_headroom(
 ) -> Figure:
     """Plot how close each layer's values come to the dtype's maximum (float16: 65504).
 
-    If the search found layers that must compute in float32, a second panel highlights
-    them. A cross above the limit marks such a layer if its inputs and outputs fit.
-    Usually, an intermediate result overflows, such as the mean of squares in a norm.
+    The background marks the layers that the search makes float32. A cross above the
+    limit marks such a layer if its inputs and outputs fit. Usually, an intermediate
+    result overflows, such as the mean of squares in a norm. In a model of more than 40
+    layers, layers close to a layer with a larger value have no label.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
@@ -44,40 +45,49 @@ def plot_headroom(
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to plot. {search.problem}".strip())
-    lost = [i for i, row in enumerate(rows) if row.overflows_inside or row.headroom < 0]
-    dtype = "float16" if rows[0].maximum == 65504.0 else "bfloat16"
-    titles = [f"all in {dtype}: {len(lost)} of {len(rows)} layers overflow"]
+    lost = {i for i, row in enumerate(rows) if row.overflows_inside or row.headroom < 0}
+    named = _choose_names(rows, lost)
+    dtype = "float16" if rows[0].maximum == Row.maximum else "bfloat16"
+    title = f"{len(lost)} of {len(rows)} layers overflow in {dtype}"
+    hidden = len(lost - {*named})
+    title += f" ({hidden} not labeled)" if hidden else ""
     if search.where:
-        share = f"{search.float16_parameters:.1%}"
-        titles += [f"with float32 layers: {share} of parameters in {dtype} layers"]
-    # Label all layers that overflow, and as many others as fit.
-    apart = math.ceil(len(rows) / _MOST_NAMES)
-    others = range(0, len(rows), apart)
-    shown = lost + [i for i in others if all(abs(i - j) >= apart for j in lost)]
-    names = [rows[i].layer for i in shown]
-    size = (9.0, 0.9 + 2.4 * len(titles) + 0.055 * max(map(len, names)))
-    with new_figure(len(titles), size, dark, path) as (figure, panels, colors):
-        for axes, title in zip(panels, titles, strict=True):
-            _draw(axes, rows, axes is not panels[0], colors)
-            axes.set_title(title)
-        panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
-        figure.supylabel("largest magnitude", fontsize=9)
+        title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
+    names = [rows[i].layer for i in named]
+    size = (9.0, 3.5 + 0.055 * max(map(len, names)))
+    with new_figure(1, size, dark, path) as (figure, (axes,), colors):
+        _draw(axes, rows, colors)
+        axes.set_title(title, pad=20)
+        axes.set_ylabel("largest magnitude")
+        axes.set_xticks(named, names, rotation=90, fontsize=7)
+        for i, label in zip(named, axes.get_xticklabels(), strict=True):
+            label.set_color(colors["alarm" if i in lost else "text"])
     return figure
 
 
-def _draw(axes: Any, rows: list[Row], cured: bool, colors: dict[str, str]) -> None:
+def _choose_names(rows: list[Row], lost: set[int]) -> list[int]:
+    """Return the rows to label: those with the largest values, if labels fit."""
+    apart = math.ceil(len(rows) / _MOST_NAMES)
+    named: list[int] = []
+    for i in sorted(range(len(rows)), key=lambda i: (i not in lost, rows[i].headroom)):
+        if all(abs(i - other) >= apart for other in named):
+            named.append(i)
+    return sorted(named)
+
+
+def _draw(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
     limit = math.log2(rows[0].maximum)
+    in_float32 = [i for i, row in enumerate(rows) if row.is_float32]
+    for i in in_float32:
+        label = "computes in float32" if i == in_float32[0] else ""
+        axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=label)
     powers = {i: math.log2(row.largest) for i, row in enumerate(rows) if row.largest}
     look: Any = {"color": colors["line"], "ms": 4, "label": "inputs and outputs"}
     axes.plot([*powers], [*powers.values()], "o", **look)
-    inside = [i for i, row in enumerate(rows) if row.overflows_inside and not cured]
+    inside = [i for i, row in enumerate(rows) if row.overflows_inside]
     if inside:
         look = {"color": colors["alarm"], "ms": 6, "label": "overflows inside"}
         axes.plot(inside, [limit + 1.5] * len(inside), "X", **look)
-    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
-    for i in in_float32:
-        label = "in float32" if i == in_float32[0] else ""
-        axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=label)
     axes.set_xlim(-0.8, len(rows) - 0.2)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, _LOWEST), max(top, limit) + 3)
@@ -87,4 +97,4 @@ def _draw(axes: Any, rows: list[Row], cured: bool, colors: dict[str, str]) -> No
     axes.text(1.005, limit, f"{rows[0].maximum:.5g}", color=colors["alarm"], **place)
     label_powers(axes.yaxis)
     axes.grid(False, axis="x")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, borderpad=0)

@@ -6,9 +6,8 @@ returns it with only the shape and dtype of every tensor, and ``save`` writes fi
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. With the default ``Limits``,
-a file takes at most about 30 s, and 1 GB beyond the tensors that it actually contains.
-The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
-read; ``--limit`` sets it. Checksums are verified; pipes and devices are refused.
+a file takes at most about 30 s of CPU time, and 1 GB of memory in addition to the data
+of its tensors. Checksums are verified; pipes and devices are refused.
 
 Sparse and nested tensors become a ``Placeholder`` that holds their dense parts. Not
 supported: quantized tensors, DTensors, TorchScript archives,
@@ -20,9 +19,21 @@ plain values and flat tuples of them.
 A template is an object whose tensors are replaced by ``TensorShape`` leaves. ``save``
 and ``load`` preserve them, so that a template can be filled with arrays later. Only
 this library reads such a file.
+
+The package imports only MLX, NumPy and the standard library, so a copy of its folder
+works in another project.
 """
 
-from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, plain_value
+# Therefore two functions of mlx_gradscale/files exist here as well: dtype_name, and
+# atomic_write as _replace in writer.py, with the same locks.
+from .foreign import (
+    DefaultDict,
+    Placeholder,
+    TensorShape,
+    TorchSize,
+    TorchTensor,
+    plain_value,
+)
 from .limits import CheckpointError, Limits
 from .reader import load, shapes
 from .writer import save
@@ -33,6 +44,7 @@ __all__ = [
     "Limits",
     "Placeholder",
     "TensorShape",
+    "TorchSize",
     "TorchTensor",
     "load",
     "plain_value",

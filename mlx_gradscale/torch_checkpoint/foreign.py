@@ -99,6 +99,10 @@ class DefaultDict(dict[Any, Any]):
         self.factory = factory
 
 
+class TorchSize(tuple[int, ...]):
+    """A ``torch.Size``: a tuple that ``save`` writes as a ``torch.Size``."""
+
+
 class TorchTensor(mx.array):
     """An array with the flags ``requires_grad`` and ``is_parameter``.
 

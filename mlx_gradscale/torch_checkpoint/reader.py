@@ -151,24 +151,24 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
     return value, lambda key: find(f"data/{key}")
 
 
-class _Directory:
-    """Wrap a file for ``zipfile``, to limit the size of its central directory."""
+class _Counted:
+    """Wrap a file, to count the bytes that are read before reading them."""
 
-    def __init__(self, file: Any, limits: Limits) -> None:
-        self._file, self._limits = file, limits
+    def __init__(self, file: Any, limits: Limits, per_operation: int) -> None:
+        self._file, self._limits, self._per_operation = file, limits, per_operation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def read(self, *size: int) -> bytes:
-        self._limits.spend(sum(size) // _DIRECTORY)
+        self._limits.spend(sum(size) // self._per_operation)
         return self._file.read(*size)  # type: ignore[no-any-return]
 
 
 def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]:
     file = data.obj if isinstance(data.obj, mmap.mmap) else io.BytesIO(data)
     try:
-        with zipfile.ZipFile(_Directory(file, limits)) as archive:
+        with zipfile.ZipFile(_Counted(file, limits, _DIRECTORY)) as archive:
             infos = archive.infolist()
     except CheckpointError:
         raise
@@ -211,7 +211,9 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     storages, each of which is an 8-byte element count followed by the data.
     """
     data, values = tensors.data, []
-    stream = io.BytesIO(data[: _PICKLE * tensors.limits.operations])
+    most = _PICKLE * max(0, tensors.limits.operations)
+    # The lengths of the pickles are not known, so count what is read.
+    stream: Any = _Counted(io.BytesIO(data[:most]), tensors.limits, _PICKLE)
     for expected in (_MAGIC, _VERSION, None, None, None):
         values.append(Unpickler(stream, tensors).read())
         is_known = type(values[-1]) is int and values[-1] == expected

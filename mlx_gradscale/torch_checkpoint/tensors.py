@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import Placeholder, TensorShape, flag
-from .limits import CheckpointError, Limits, check
+from .limits import TEXT, CheckpointError, Limits, check
 
 # MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
@@ -97,7 +97,8 @@ class TensorReader:
     ) -> None:
         self.storages: dict[str, Storage] = {}
         self.limits = limits
-        limits.spend_bytes(-4 * data.nbytes)
+        # The size of the arrays in the result, whether they are views or not.
+        self.result_bytes = 0
         self.data, self._descriptor = data, descriptor
         self._float64, self._only_shapes = float64, only_shapes
         # Keys are strings, whose hashes a file cannot choose.
@@ -147,7 +148,7 @@ class TensorReader:
         if rest and isinstance(rest[0], Placeholder):
             is_dtype = rest[0].module == "torch" and rest[0].is_name
             dtype, metadata = rest[0].name if is_dtype else None, rest[1:] and rest[1]
-        if dtype is None:
+        if dtype is None or len(dtype) > 40:
             raise CheckpointError("a tensor has no known dtype. Save the file again.")
         size = _item_size(dtype)
         _check_view(storage.nbytes // size, offset, shape, strides)
@@ -155,7 +156,7 @@ class TensorReader:
         check(not metadata, f"the tensor is lazily conjugated or negated. {advice}")
         view = f"{dtype} {offset} {shape} {strides} {storage.key}"
         if view not in self._tensors:
-            self.limits.spend_bytes(prod(shape) * size)
+            self.limits.spend(len(view) // TEXT)
             self._tensors[view] = TensorShape(shape, dtype)
             if not self._only_shapes:
                 array = self._view(storage, dtype, offset, shape, strides)
@@ -211,6 +212,7 @@ class TensorReader:
             total += size
             copies.append((bits, record, values.dtype == mx.bool_))
         check(total <= self.data.nbytes, "The file is damaged: its records overlap.")
+        self.limits.spend_bytes(self.result_bytes - total)
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
         with ThreadPoolExecutor(_THREADS) as threads:

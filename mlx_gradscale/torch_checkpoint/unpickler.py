@@ -18,14 +18,22 @@ from typing import IO, Any
 import mlx.core as mx
 import numpy as np
 
-from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
-from .limits import CheckpointError, Limits, check
+from .foreign import (
+    DefaultDict,
+    Placeholder,
+    TensorShape,
+    TorchSize,
+    dtype_name,
+    flag,
+)
+from .limits import TEXT, CheckpointError, Limits, check
 from .tensors import DTYPES, Storage, TensorReader, is_count
 
 # The name used to write a TensorShape.
 TENSOR_SHAPE = ("mlx_gradscale.torch_checkpoint", "TensorShape")
 _DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
-_ITEMS = _DICTS | {list, tuple, set, frozenset}
+_TUPLES = frozenset({tuple, TorchSize})
+_ITEMS = _DICTS | _TUPLES | {list, set, frozenset}
 _TEXTS = frozenset({str, bytes, bytearray})
 _KEYS = frozenset({int, float, bool, complex, type(None), str, bytes, Placeholder})
 _LEAVES = _KEYS | {bytearray, TensorShape}
@@ -34,9 +42,8 @@ _NOTHING = object()
 _OBJECT = 12
 # The cost of a value in the result: a conversion visits each value several times.
 _VALUE = 8
-# Copying this many bytes of text costs one operation, and so does probing this many
-# occupied slots of a hash table.
-_TEXT, _SLOTS = 32, 64
+# Probing this many occupied slots of a hash table costs one operation.
+_SLOTS = 64
 # Maximum nesting of containers. Python's recursion limit is 1000.
 _MAX_DEPTH = 128
 # Python does not convert longer integers (4,300 digits) to text, for example in errors.
@@ -64,7 +71,7 @@ class Unpickler:
         self._outer: list[list[Any]] = []
         # A list, because a file could choose dict keys whose hashes collide.
         self._memo: list[Any] = []
-        self._names: dict[str, Any] = {}
+        self._names: dict[tuple[str, str], Placeholder] = {}
 
     def read(self) -> Any:
         """Interpret the instructions of the pickle and return its object."""
@@ -82,7 +89,7 @@ class Unpickler:
                     self._stack.append(argument)
             is_whole = not self._outer and len(self._stack) == 1
             check(is_whole, "the pickle does not end with one complete object.")
-            check_tree(self._stack[0], limits)
+            self._tensors.result_bytes += check_tree(self._stack[0], limits)
             return self._stack[0]
         except (ValueError, LookupError) as error:
             problem = str(error)
@@ -185,18 +192,19 @@ class Unpickler:
             cost += cost * len(target) // _SLOTS
         self._limits.spend(cost)
 
-    def _name(self, module: Any, name: Any) -> None:
-        """Push the placeholder for a class or function that the pickle names."""
-        check(type(module) is type(name) is str, "a name in the pickle is not text.")
+    def _name(self, *parts: Any) -> None:
+        """Push the placeholder for a module and a name in it, which may be in parts."""
+        # Check the length first, because joining copies the text.
+        is_text = all(type(part) is str for part in parts)
+        size = sum(map(len, parts)) if is_text else 0
+        check(is_text and size < 1000, "a name in the pickle is too long or not text.")
+        key = parts[0], ".".join(parts[1:])
         # Like a class in Python, each name is one object.
-        key = f"{module}\n{name}"
         if key not in self._names:
-            self._limits.spend(_OBJECT)
-            self._names[key] = named = Placeholder(module, name)
-            path = named.path
-            is_name = len(path) <= 1000 and path.isprintable()
-            is_name = is_name and "" not in path.split(".")
-            check(is_name, f"{path[:120]!a} is not the name of a class or function.")
+            self._limits.spend(_OBJECT + size // TEXT)
+            self._names[key] = named = Placeholder(*key)
+            is_name = named.path.isprintable() and "" not in named.path.split(".")
+            check(is_name, f"{named.path[:120]!a} is not a class or function name.")
         self._push(self._names[key])
 
     def _persistent(self, _: None) -> None:
@@ -217,13 +225,13 @@ class Unpickler:
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
             # Protocol 2 refers to nested classes this way.
-            return self._name(args[0].module, f"{args[0].name}.{args[1]}")
+            return self._name(args[0].module, args[0].name, args[1])
         if path not in BUILDERS:
             return self._stack.append(callee.called(opcode, args))
         # BUILDERS copy text, and the same argument may be used any number of times.
         for arg in args:
             if type(arg) in _TEXTS:
-                self._limits.spend(len(arg) // _TEXT)
+                self._limits.spend(len(arg) // TEXT)
         self._stack.append(self._build(path, args))
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
@@ -245,6 +253,12 @@ def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -
     is_plain = is_plain and kind.path in names
     check(is_plain, f"a tensor has the unknown class {kind.path!a}. {_GATHER}")
     return u._build(function.path, args)
+
+
+def _size(_: Unpickler, sizes: tuple[Any, ...]) -> TorchSize:
+    is_shape = len(sizes) <= 64 and all(type(n) is int for n in sizes)
+    check(is_shape, "a torch.Size has too many or invalid sizes. Save the file again.")
+    return TorchSize(sizes)
 
 
 def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
@@ -289,6 +303,7 @@ BUILDERS: dict[str, tuple[Any, ...]] = {
         (f"torch.{module}._rebuild_from_type_v2" for module in ("_tensor", "tensor")),
         (_from_type, (Placeholder, Placeholder, tuple, object)),
     ),
+    "torch.Size": (_size, (tuple,)),
     "collections.OrderedDict": (lambda u: OrderedDict(), ()),
     "collections.Counter": (_count, (dict,)),
     "collections.defaultdict": (lambda u, *x: DefaultDict((), *x), (), (Placeholder,)),
@@ -366,7 +381,7 @@ def _kind(value: Any) -> str:
 
 def _check_key(key: Any, unknown: type[Exception] = CheckpointError) -> tuple[Any, ...]:
     """Return the parts of a dict key; raise unless they are all plain values."""
-    parts = key if type(key) is tuple and len(key) <= 64 else (key,)
+    parts = key if type(key) in _TUPLES and len(key) <= 64 else (key,)
     if not all(type(part) in _KEYS for part in parts):
         raise unknown(
             f"a dict key or set member has type {_kind(key)}. It must be a plain value "
@@ -377,25 +392,28 @@ def _check_key(key: Any, unknown: type[Exception] = CheckpointError) -> tuple[An
 
 def check_tree(
     root: Any, limits: Limits, unknown: type[Exception] = CheckpointError
-) -> None:
+) -> int:
     """Raise unless ``load`` and ``save`` support an object's types, depth and size.
 
     Shared values count each time they appear, and only placeholders may form cycles, so
     code that walks the object later is safe. ``unknown`` is raised for bad types.
+    Returns the size of all arrays in bytes, each counted once, as ``save`` writes them.
     """
-    too_deep = f"containers are nested over {_MAX_DEPTH} deep, or one contains itself."
+    too_deep = f"values are nested over {_MAX_DEPTH} deep, or one contains itself."
     # Placeholders are visited last, each only once.
     pending: list[tuple[int, list[Any]]] = [(0, [root])]
     seen: set[int] = set()
+    arrays: dict[int, int] = {}
     trail: list[Any] = [None] * (_MAX_DEPTH + 1)
 
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
-        limits.spend(_VALUE + (len(value) // _TEXT if kind in _TEXTS else 0))
+        limits.spend(_VALUE + (len(value) // TEXT if kind in _TEXTS else 0))
         if kind is int:
             is_short = value.bit_length() <= _MAX_BITS
             check(is_short, f"an integer has over {_MAX_BITS} bits. Save it as bytes.")
         elif kind is Placeholder:
+            check(depth <= _MAX_DEPTH, too_deep)
             if id(value) not in seen:
                 seen.add(id(value))
                 edits = [item for _, items in value.edits for item in items]
@@ -403,7 +421,7 @@ def check_tree(
         elif kind in _ITEMS:
             check(depth < _MAX_DEPTH, too_deep)
             items = enumerate(value)
-            for key in value if kind not in (list, tuple) else ():
+            for key in value if kind is not list and kind not in _TUPLES else ():
                 _check_key(key, unknown)
             if kind in _DICTS:
                 attributes = getattr(value, "__dict__", {})
@@ -414,9 +432,11 @@ def check_tree(
                 items = value.items()
             for trail[depth], item in items:
                 visit(item, depth + 1)
-        elif kind not in _LEAVES and not (
-            isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in DTYPES
-        ):
+        elif kind in _LEAVES:
+            return
+        elif isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in DTYPES:
+            arrays[id(value)] = value.nbytes
+        else:
             dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
             advice = " Save its .item()." if isinstance(value, np.generic) else ""
             place = "".join(f"[{key!a:.80}]" for key in trail[:depth][:20])
@@ -430,3 +450,4 @@ def check_tree(
         trail[:depth] = ["..."] * depth
         for value in values:
             visit(value, depth)
+    return sum(arrays.values())

@@ -1,22 +1,31 @@
 """Write an object to a file that ``torch.load`` reads."""
 
 import codecs
+import fcntl
 import io
 import os
 import pickle
 import secrets
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, dtype_name
+from .foreign import (
+    DefaultDict,
+    Placeholder,
+    TensorShape,
+    TorchSize,
+    TorchTensor,
+    dtype_name,
+)
 from .limits import Limits
 from .tensors import STORAGES, UNTYPED, Storage, bytes_of, row_strides
 from .unpickler import TENSOR_SHAPE, check_tree
@@ -26,6 +35,7 @@ Array = mx.array | np.ndarray[Any, Any]
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
 _CHUNK = 2**22
+_TEMPORARY = f".torch_checkpoint-{'[0-9a-f]' * 16}.tmp"
 _CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
@@ -39,7 +49,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Args:
         file (str, PathLike or file): A path, where the new file atomically replaces an
-            existing one, or a writable binary file.
+            existing one and keeps its permissions, or a writable binary file.
         obj (Any): Dicts, lists, tuples and sets of arrays (``mx.array`` or
             ``numpy.ndarray``), numbers, strings, bytes and None; or results of ``load``
             and ``shapes``.
@@ -83,26 +93,34 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 @contextmanager
 def _replace(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` at the end of the block."""
+    """Open a temporary file that replaces ``path`` at the end of the block.
+
+    Meanwhile, a shared lock on the folder is held. If a writer gets an exclusive lock,
+    no other writer is active, so it removes the files that killed writers left.
+    """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(f"{path} is not a regular file. Pass the path of a file.")
-    temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".torch_checkpoint-{secrets.token_hex(8)}.tmp")
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
+        with suppress(OSError):  # another writer holds the lock
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for leftover in target.parent.glob(_TEMPORARY):
+                leftover.unlink()
+        with suppress(OSError):  # some network disks do not support locks
+            fcntl.flock(folder, fcntl.LOCK_SH)
         with open(temporary, "xb") as file:
+            with suppress(OSError):  # the target may not exist
+                shutil.copymode(target, temporary)
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+        os.fsync(folder)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.close(folder)
 
 
 def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) -> None:
@@ -181,6 +199,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         kind = type(obj)
         if kind is TensorShape:
             return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
+        if kind is TorchSize:
+            return self._name("torch", "Size"), (tuple(obj),)
         if kind is DefaultDict:
             args = () if obj.factory is None else (obj.factory,)
             function = self._name("collections", "defaultdict")

@@ -1,10 +1,11 @@
 """``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-The context replaces MLX's gradient functions, optimizer steps and ``mx.compile`` in all
-threads. Gradients come from a scaled loss, and each backward pass updates the scale,
-whatever the trainer does with the gradients. A ``GuardedOptimizer`` takes the steps and
-shares the state of the trainer's optimizer, so the trainer can still read, set and
-pickle this state. Functions that the trainer compiles also capture the scaler's state.
+The context replaces MLX's gradient functions, optimizer steps, ``mx.compile`` and
+``mx.fast.scaled_dot_product_attention`` in all threads. Gradients come from a scaled
+loss, and each backward pass updates the scale, whatever the trainer does with the
+gradients. A ``GuardedOptimizer`` takes the steps and shares the state of the trainer's
+optimizer, so the trainer can still read, set and pickle this state. Functions that the
+trainer compiles also capture the scaler's state.
 """
 
 import sys
@@ -26,13 +27,14 @@ from mlx.utils import tree_map
 from ..compile_step import compile_step
 from ..core.finite import all_finite
 from ..core.gradients import LazyGradient
-from ..core.masters import HALF
-from ..core.notices import LOW_SCALE, warn_user
+from ..core.masters import HALF, to_float32
+from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, leaves
+from ..core.trees import CONTAINERS, is_floating, leaves
 from ..files.text import plural
+from .advice import EXPLAIN, describe_skips, find_first_scale, list_layers
 
 _Fn = Callable[..., Any]
 
@@ -49,9 +51,11 @@ def everywhere(
 
     Inside the context, gradients of half-precision models are computed from a scaled
     loss and returned unscaled in float32, and the optimizers of these models keep
-    float32 master weights and skip non-finite steps, in all threads. On exit, the
-    context restores MLX's functions. It warns if an optimizer skipped all its steps,
-    and if only the trainer's losses or only its steps were intercepted.
+    float32 master weights and skip non-finite steps, in all threads. A floating-point
+    mask of ``mx.fast.scaled_dot_product_attention`` is cast to the dtype of the
+    queries. On exit, the context restores MLX's functions. Unless an exception was
+    raised, it warns if an optimizer skipped most of its steps or the last ten, and if
+    only the trainer's losses or only its steps were intercepted.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
@@ -67,12 +71,13 @@ def everywhere(
         float32_layers (Any, optional): Layers that compute in float32, as for
             :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find them on the
             first batch. Default: ``None``.
-        **arguments (Any): ``max_grad_norm`` and ``masters``, as for
+        **arguments (Any): ``max_grad_norm``, ``masters`` and ``moments``, as for
             :class:`LossScaleOptimizer`.
 
     Yields:
-        Everywhere: An object whose ``report()`` says how many gradients overflowed and
-        how many steps were applied. Its ``scalers`` lists the scaler of each model.
+        Everywhere: An object whose ``report()`` lists the layers found by ``"auto"``,
+        how many gradients overflowed and how many steps were applied. Its ``scalers``
+        lists the scaler of each model.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -97,12 +102,17 @@ def everywhere(
         _entered.append(here)
     try:
         yield here
+        is_finished = True
+    except BaseException as error:
+        is_finished = isinstance(error, SystemExit)
+        raise
     finally:
         with _lock:
             _entered.remove(here)
             if not _entered:
                 _replaced.close()
-        here.warn_at_end()
+        if is_finished:
+            here.warn_at_end()
 
 
 @dataclass(eq=False)
@@ -117,11 +127,16 @@ class Everywhere:
     state: list[Any] = field(default_factory=list)
     #: The number of losses and of steps that ran in Python, traces included.
     calls: Counter[str] = field(default_factory=Counter)
+    #: The layers that ``float32_layers="auto"`` has found, as lines of text.
+    found_layers: list[str] = field(default_factory=list)
+    #: Called with these lines when they are found, and with each warning.
+    show: _Fn = lambda *lines: None
+    warn: _Fn = warn_user
     # Each model with its scaler, and each optimizer with its guard, while they exist.
     _parts: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
     # All scalers, with the class name of the optimizer, or "" for a model's scaler.
     _scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
-    _has_warned: bool = False
+    _has_warned: set[str] = field(default_factory=set)
 
     @property
     def scalers(self) -> list[GradScaler]:
@@ -129,8 +144,8 @@ class Everywhere:
         return [scaler for name, scaler in self._scalers if not name]
 
     def report(self) -> list[str]:
-        """Return one line for each scaler and each optimizer, in order of first use."""
-        lines = []
+        """Return the layers found, then a line for each scaler and each optimizer."""
+        lines = [*self.found_layers]
         for name, scaler in self._scalers:
             good, bad = _n_applied_and_skipped(scaler)
             if name:
@@ -143,15 +158,16 @@ class Everywhere:
     def warn_at_end(self) -> None:
         """Issue the warnings that :func:`everywhere` describes."""
         for name, scaler in self._scalers:
-            if name:
-                warn_if_untrained(name, *_n_applied_and_skipped(scaler))
+            applied, _ = _n_applied_and_skipped(scaler)
+            if name and (problem := describe_skips(name, applied, scaler)):
+                self.warn(f"{problem} {self._remedy()}")
         if len(self.calls) == 1:
             found, missing = "losses", "steps"
             remedy = "update the weights with an optimizer from mlx.optimizers"
             if "steps" in self.calls:
                 found, missing = missing, found
                 remedy = "import value_and_grad and create the gradient function"
-            warn_user(
+            self.warn(
                 f"Only the {found} of this trainer were intercepted, not its "
                 f"{missing}, so float16 training may fail. Inside everywhere(), "
                 f"{remedy}."
@@ -159,6 +175,7 @@ class Everywhere:
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:
         """Return whether to scale the loss; warn once about a float32 model."""
+        problem = "These parameters are not in half precision"
         if model is None:
             first = args[0] if args and isinstance(args[0], CONTAINERS) else None
             is_half = first is not None and _has_half(first)
@@ -167,18 +184,39 @@ class Everywhere:
             remedy = "Cast the parameter tree, because compute_dtype= requires a model"
         elif self.compute_dtype is not None or _has_half(model):
             return True
-        else:
-            remedy = "Call model.set_dtype(mx.float16), or pass compute_dtype="
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                "These parameters are not in half precision, so their loss is not "
-                f"scaled. {remedy}."
+        elif any(known() is model for known, _ in self._parts):
+            problem = (
+                "The trainer's own update has replaced half-precision parameters with "
+                "float32 arrays"
             )
+            remedy = "Update the weights with an optimizer from mlx.optimizers"
+        else:
+            remedy = "Call model.set_dtype(mx.float16) or pass compute_dtype=mx.float16"
+        if problem not in self._has_warned:
+            self._has_warned.add(problem)
+            self.warn(f"{problem}, so their loss is not scaled. {remedy}.")
         return False
+
+    def _remedy(self) -> str:
+        """Return what to do if steps are skipped although the scale falls."""
+        if self.init_scale is not None:
+            return "To start from a scale that fits the first batch, omit init_scale=."
+        if self.float32_layers is None:
+            return (
+                "To find the layers that overflow and compute them in float32, pass "
+                'float32_layers="auto".'
+            )
+        if self.float32_layers == "auto":
+            return (
+                'float32_layers="auto" has searched only with the first batch and the '
+                "weights at that time. To search again, start a new run from the "
+                "current weights."
+            )
+        return EXPLAIN
 
     def differentiate(self, model: Any, fn: _Fn, args: Any, kwargs: Any) -> Any:
         """Return the loss and its unscaled gradients, and update the loss scale."""
+        fn = partial(_call_with_float32_loss, fn)
         make = partial(self.make_scaler, model, partial(fn, **kwargs), args)
         scaler = self._find(self if model is None else model, make)
         if model is None:
@@ -255,9 +293,16 @@ class Everywhere:
         if where == "auto":
             where = find_float32_layers(model, loss_fn, [batch], compute_dtype=dtype)
         if where is not None:
-            float32_layers(model, where)
+            float32_layers(model, where)  # raises if no layers help
+        if self.float32_layers == "auto":
+            lines = list_layers(where)
+            self.found_layers += lines
+            self.show(*lines)
         if self.init_scale is None:
-            find_first_scale(scaler, model, loss_fn, batch, dtype)
+            remedy = self._remedy()
+            found = find_first_scale(scaler, model, loss_fn, batch, remedy, dtype)
+            if found:
+                self.warn(found)
         return scaler
 
 
@@ -265,42 +310,6 @@ def _n_applied_and_skipped(scaler: GradScaler) -> tuple[int, int]:
     skipped: Any = scaler.skipped_steps.item()
     total: Any = scaler.state["total"].item()
     return total - skipped, skipped
-
-
-def find_first_scale(
-    scaler: GradScaler, model: nn.Module, loss_fn: _Fn, batch: Any, dtype: Any = None
-) -> None:
-    """Find a loss scale of at most 65536 on the first batch, to skip fewer steps.
-
-    One run of 42 steps skipped 13 when it started from a scale of 65536. If the loss or
-    the gradients are non-finite at every scale, the scale does not change.
-    """
-    from ..diagnostics import calibrate
-
-    with suppress(ValueError):
-        # Leave room for gradients to grow by a factor of 64. With a factor of four,
-        # normalizing_flow of mlx-examples skipped its steepest steps and diverged:
-        # after 100 steps, its loss was 11 percent above float32, not 0.2 percent.
-        scale = calibrate(
-            scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=6
-        )
-        scaler.update(min(scale, 2.0**16))
-        if scale < LOW_SCALE:
-            warn_user(
-                "With a safety margin, the gradients of the first batch fit into "
-                f"float16 only at a loss scale of {scale:.2g}, where small gradients "
-                "underflow to zero. Compute in bfloat16 or float32 instead."
-            )
-
-
-def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
-    """Warn if every step of an optimizer was skipped."""
-    if skipped and not applied:
-        warn_user(
-            f"The model was not trained: {name} skipped every step ({skipped} in all) "
-            "because of non-finite gradients. To find the cause, call "
-            "mlx_gradscale.diagnostics.explain_overflow()."
-        )
 
 
 # Replacements for MLX's functions. Their first argument is the original function.
@@ -339,18 +348,43 @@ def _replace_functions() -> None:
         (Optimizer, "update", _update),
         (Optimizer, "apply_gradients", _apply_gradients),
         (MultiOptimizer, "apply_gradients", _apply_gradients),
+        (mx.fast, "scaled_dot_product_attention", _attention),
     ):
         new = _replacement(getattr(owner, name), ours)
         _replaced.enter_context(patch.object(owner, name, new))
 
 
 def _replacement(original: _Fn, ours: _Fn) -> _Fn:
+    if ours is _attention:  # even if MLX's own layers or our diagnostics call it
+        return partial(_attention, original)
+
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         run = original if _current() is None else partial(ours, original)
         return run(*args, **kwargs)
 
     return replacement
+
+
+def _attention(original: _Fn, q: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """Cast a mask to the dtype of the queries; MLX refuses a wider one."""
+    mask = kwargs.get("mask")
+    if isinstance(mask, mx.array) and is_floating(mask) and q.dtype in HALF:
+        # Values such as -1e9 are -inf in float16, and softmax of a row of -inf is NaN.
+        mask = mx.maximum(mask, mx.finfo(q.dtype).min)
+        kwargs["mask"] = mask.astype(q.dtype)
+    return original(q, *args, **kwargs)
+
+
+def _call_with_float32_loss(fn: _Fn, *args: Any, **kwargs: Any) -> Any:
+    """Call a loss function and upcast its loss, so that the scaler does not warn.
+
+    The first scale suits a float16 loss, and nobody can change the trainer's loss.
+    """
+    outputs = fn(*args, **kwargs)
+    if type(outputs) is tuple and outputs and isinstance(outputs[0], mx.array):
+        return to_float32(outputs[0]), *outputs[1:]
+    return to_float32(outputs) if isinstance(outputs, mx.array) else outputs
 
 
 def _model_gradient(original: _Fn, model: nn.Module, fn: _Fn) -> _Fn:
@@ -384,7 +418,9 @@ def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
 
 def _update(original: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
     if _is_guarded(gradients, model):
-        model.update(_entered[-1].step(self, type(self), gradients, model))
+        # Not the model itself, for which init() would create state for all parameters.
+        parameters = model.parameters()
+        model.update(_entered[-1].step(self, type(self), gradients, parameters))
     else:
         original(self, model, gradients)
 

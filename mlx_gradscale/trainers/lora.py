@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..commands import run_command
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from ..files.text import printable
+from .advice import is_ours
 
 _TESTED = "0.32.2"
 _INSTALL = (
@@ -44,6 +44,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "Store master weights in float32, or only their rounding error in 16 "
         "bits (remainder), which takes less memory. Default: float32.",
     },
+    "moments": {
+        "choices": ("float32", "bfloat16"),
+        "help": "Store the moments of the optimizer in this dtype. With --masters "
+        "remainder, bfloat16 takes 8 bytes per parameter in all. Default: float32.",
+    },
     "float32-layers": {
         "metavar": "FILE",
         "help": "JSON file that lists the layers to compute in float32, written by "
@@ -51,8 +56,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "history": {
         "metavar": "FILE",
-        "help": "Write the loss, scale and skipped steps to this .csv or .jsonl file, "
-        "and a plot next to it.",
+        "help": "Write the loss, scale and skipped steps to this .csv file, and a plot "
+        "next to it.",
     },
     "resume": {
         "action": "store_true",
@@ -61,6 +66,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "options, the run is bit-identical to an uninterrupted one.",
     },
 }
+# The flags that are passed to LossScaleOptimizer if they are given.
+_ARGUMENTS = ("max_grad_norm", "masters", "moments")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,9 +99,7 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
         ):
             host.main()
     except (ImportError, OSError, ValueError) as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        is_ours = str(frame.f_globals.get("__name__")).startswith("mlx_gradscale.")
-        if isinstance(error, BrokenPipeError) or not is_ours:
+        if isinstance(error, BrokenPipeError) or not is_ours(error):
             raise  # errors from mlx-lm keep their traceback
         print(f"error: {printable(error)}", file=sys.stderr)
         return 1
@@ -131,13 +136,13 @@ def wrap_optimizer(optimizer: Optimizer, args: Any) -> LossScaleOptimizer:
     """Wrap mlx-lm's optimizer in a ``LossScaleOptimizer`` with the given options."""
     scale, world = read_loss_scale(args.loss_scale), mx.distributed.init()
     is_group = world.size() > 1
+    given = {name: getattr(args, name) for name in _ARGUMENTS}
     return LossScaleOptimizer(
         optimizer,
         GradScaler() if scale == "dynamic" else GradScaler(scale, dynamic=False),
-        max_grad_norm=args.max_grad_norm,
-        masters=args.masters or "float32",
         group=world if is_group else None,
         average=is_group,
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 

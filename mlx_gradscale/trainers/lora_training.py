@@ -4,6 +4,8 @@ It reuses mlx-lm's loss, batches, validation and progress bar, but not mlx-lm's 
 which cannot start in the middle and does not expose the loss of each step.
 """
 
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
-from mlx_lm.cli_ui import TrainUI, rprint
+from mlx_lm.cli_ui import TrainUI, make_console, print_header_panel, rprint
 from mlx_lm.tuner.trainer import (
     default_loss,
     evaluate,
@@ -29,8 +31,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
 from ..diagnostics import LossScaleCallback, ScaleHistory
+from ..files.text import dtype_name, power
 from ..float32_layers import float32_layers
-from .everywhere import find_first_scale, warn_if_untrained
+from .advice import EXPLAIN, describe_skips, find_first_scale
 from .lora import read_loss_scale, wrap_optimizer
 
 FOLDER = "checkpoint"
@@ -78,9 +81,14 @@ class Training:
         model.train()
         if self._arguments.resume:
             self._resume()
-        elif self.optimizer.scaler.state["dynamic"]:
+        problem, remedy = "", self._remedy()
+        scaler = self.optimizer.scaler
+        if not self._arguments.resume and scaler.state["dynamic"]:
             batch = model, *next(self._iterate())
-            find_first_scale(self.optimizer.scaler, model, default_loss, batch)
+            problem = find_first_scale(scaler, model, default_loss, batch, remedy)
+        self._print_header()
+        if problem:
+            rprint(f"warning: {problem}", file=sys.stderr)
         history: Any = nullcontext()
         if self._arguments.history and self._world.rank() == 0:
             history = ScaleHistory(self._arguments.history)
@@ -90,8 +98,8 @@ class Training:
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
         applied: Any = self.optimizer.step.item()
-        skipped: Any = self.optimizer.scaler.skipped_steps.item()
-        warn_if_untrained(type(optimizer).__name__, applied, skipped)
+        if problem := describe_skips(type(optimizer).__name__, applied, scaler):
+            rprint(f"warning: {problem} {remedy}", file=sys.stderr)
 
     def prepare(self, model: nn.Module) -> None:
         """Apply ``--dtype`` and ``--float32-layers`` to the model, if given."""
@@ -108,6 +116,33 @@ class Training:
             mx.eval(model.parameters())
         if layers:
             float32_layers(model, Path(layers))
+
+    def _print_header(self) -> None:
+        """Print a box like mlx-lm's that names the dtypes and the loss scale."""
+        scaler = self.optimizer.scaler
+        kind = "dynamic, from" if scaler.state["dynamic"] else "fixed at"
+        rows = [
+            ("model", _dtypes(self._model.parameters())),
+            ("trained weights", _dtypes(self._model.trainable_parameters())),
+            ("loss scale", f"{kind} {power(scaler.get_scale())}"),
+        ]
+        if self._world.rank() == 0:
+            print_header_panel(make_console(), "mlx_gradscale", rows)
+
+    def _remedy(self) -> str:
+        """Return what to do if steps are skipped although the scale falls."""
+        if "float16" not in _dtypes(self._model.parameters()).split():
+            return EXPLAIN
+        given = self._arguments
+        if read_loss_scale(given.loss_scale) != "dynamic":
+            return "Train with --loss-scale dynamic."
+        kind = "full" if given.fine_tune_type == "full" else "lora"
+        command = ["--model", given.model, "--data", given.data, "--fine-tune-type"]
+        return (
+            "Train with --dtype bfloat16, or find the layers that must compute in "
+            "float32 and pass --float32-layers float32_layers.json. To find them: "
+            f"mlx_gradscale float16 {shlex.join(map(str, [*command, kind]))}"
+        )
 
     def _iterate(self) -> Iterator[Any]:
         """Yield batches indefinitely, starting after the last completed iteration."""
@@ -261,3 +296,9 @@ class Training:
             self.optimizer.learning_rate = self._arguments.learning_rate
         if self._arguments.iters <= self._at.iteration:
             rprint("All iterations are done. Increase --iters to continue.")
+
+
+def _dtypes(parameters: Any) -> str:
+    dtypes = {x.dtype for _, x in tree_flatten(parameters)}
+    floating = [x for x in dtypes if mx.issubdtype(x, mx.floating)]
+    return " ".join(sorted(map(dtype_name, floating)))

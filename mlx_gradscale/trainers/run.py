@@ -13,6 +13,16 @@ import mlx.core as mx
 from ..float32_layers.where import read_where
 from .everywhere import everywhere
 
+# The options that are passed to everywhere() if they are given.
+_ARGUMENTS = ("init_scale", "max_grad_norm", "masters", "moments")
+# What warnings of everywhere() say, and what to say instead.
+_FLAGS = {
+    'float32_layers="auto"': "--float32-layers auto",
+    "compute_dtype=mx.float16": "--compute-dtype float16",
+    "compute_dtype=": "--compute-dtype",
+    "init_scale=": "--init-scale",
+    "Inside everywhere()": "Inside the script",
+}
 _NOTHING = (
     "No gradients were scaled. The script may do its own loss scaling, have no model "
     "in half precision (see --compute-dtype), or not use MLX's gradient functions."
@@ -37,21 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"the file {script} does not exist")
     if options.compute_dtype is not None:
         dtype = getattr(mx, options.compute_dtype)
+    given = {name: getattr(options, name) for name in _ARGUMENTS}
+    given = {name: value for name, value in given.items() if value is not None}
     with ExitStack() as stack:
         try:
             if layers not in (None, "auto"):
                 layers = read_where(layers)
-            context = everywhere(
-                init_scale=options.init_scale,
-                compute_dtype=dtype,
-                float32_layers=layers,
-                max_grad_norm=options.max_grad_norm,
-            )
+            context = everywhere(compute_dtype=dtype, float32_layers=layers, **given)
             here = stack.enter_context(context)
         except (OSError, ValueError) as error:
             parser.error(str(error))
+        here.show, here.warn = _print, _print_warning
+        # The report starts with the layers, which were printed when they were found.
         stack.callback(
-            lambda: print(*here.report() or [_NOTHING], sep="\n", file=sys.stderr)
+            lambda: _print(*here.report()[len(here.found_layers) :] or [_NOTHING])
         )
         # Like Python, search the script's folder first or, with -m, the current one.
         folder = os.path.abspath("" if options.module else os.path.dirname(script))
@@ -65,6 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _print(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr)
+
+
+def _print_warning(text: str) -> None:
+    for argument, flag in _FLAGS.items():
+        text = text.replace(argument, flag)
+    _print(f"warning: {text}")
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale run",
@@ -74,6 +93,16 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--init-scale", type=float, help="initial loss scale (default: automatic)")
     add("--max-grad-norm", type=float, help="clip gradients to this global norm")
+    add(
+        "--masters",
+        choices=("float32", "remainder"),
+        help="store master weights in float32, or only their rounding error",
+    )
+    add(
+        "--moments",
+        choices=("float32", "bfloat16"),
+        help="store the moments of the optimizer in this dtype",
+    )
     add(
         "--compute-dtype",
         choices=("float16", "bfloat16"),

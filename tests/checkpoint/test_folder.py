@@ -91,15 +91,6 @@ def test_saving_leaves_other_files_in_the_folder_alone(tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in theirs)
 
 
-def test_checkpoint_weights_can_be_loaded_by_mlx(tmp_path):
-    model, optimizer = small(3.0)
-    model.set_dtype(mx.bfloat16)
-    save_checkpoint(tmp_path, model, optimizer)
-    other = nn.Linear(2, 2)
-    other.load_weights(str(latest_checkpoint(tmp_path) / "model.safetensors"))
-    assert bits(other.parameters()) == bits(model.parameters())
-
-
 def test_checkpoint_can_be_read_without_a_model(tmp_path):
     model = nn.Linear(2, 2)
     model.set_dtype(mx.float16)

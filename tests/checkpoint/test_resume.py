@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.checkpoint_runs import KINDS, SCHEDULE, Run, half, scaler
 from support.helpers import OPTIMIZERS, batch, bits, mse
 from support.packed_moments import PackedAdamW, check_resume
 
+import mlx_gradscale
 from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
 
 TESTS = Path(__file__).parents[1]
@@ -270,9 +272,7 @@ def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
     run = started("schedule", 1)
     save_checkpoint(tmp_path, *run.parts)
     other = Run(optim.AdamW(1e-2, bias_correction=True))
-    with pytest.warns(
-        UserWarning, match=r"for \['learning_rate'\], but .* for \[\]"
-    ) as w:
+    with pytest.warns(UserWarning, match="schedule for learning_rate, but this") as w:
         restore_checkpoint(tmp_path, *other.parts)
     assert [warning.filename for warning in w] == [__file__]
 
@@ -280,8 +280,14 @@ def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
 def test_checkpoint_without_an_optimizer_says_how_to_load_its_weights(tmp_path):
     run = started("AdamW", 1)
     save_checkpoint(tmp_path, run.model, optim.Optimizer())
-    with pytest.raises(ValueError, match=r"saved with Optimizer, .*load_weights"):
+    with pytest.raises(ValueError, match="saved with Optimizer, ") as caught:
         restore_checkpoint(tmp_path, *run.parts)
+    advice = re.search(r"model\.load_weights\(.*\]\)(?=\. Nothing)", str(caught.value))
+    model = started("AdamW", 2).model
+    eval(advice[0], {"mlx_gradscale": mlx_gradscale, "model": model, "path": tmp_path})
+    saved = dict(tree_flatten(run.model.parameters()))
+    for name, x in tree_flatten(model.parameters()):
+        assert mx.array_equal(x, saved[name])
 
 
 @pytest.mark.parametrize("place", ["weight", "master"])

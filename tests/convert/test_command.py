@@ -29,17 +29,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_dry_run_prints_the_scaler_path_as_the_scaler_key_flag_takes_it(
-    tmp_path, capsys
+def test_conversion_direction_follows_from_the_path_that_exists(
+    tmp_path, capsys, monkeypatch
 ):
-    model, optimizer, scaler = small()
-    where = paths(tmp_path, {"m": model, "o": optimizer, "amp": {"0": scaler}})
-    assert main([*where, "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith("scaler: amp/0\n")
-    assert main([*where, "--dry-run", "--scaler-key", "amp/0"]) == 0
-
-
-def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys):
+    monkeypatch.setattr("mlx_gradscale.convert.command._LARGE", 100)  # bytes
     where = paths(tmp_path)
     assert "Neither" in fails(capsys, *where)
     paths(tmp_path, usual())
@@ -48,16 +41,31 @@ def test_conversion_direction_follows_from_the_path_that_exists(tmp_path, capsys
     assert "--to mlx or --to torch" in fails(capsys, *where)
     assert "--overwrite" in fails(capsys, *where, "--to", "mlx")
     assert "--overwrite" in fails(capsys, *where, "--to", "torch")
-    assert main([*where, "--to", "mlx", "--overwrite"]) == 0
-    assert main([*where, "--to", "torch", "--overwrite"]) == 0
+    for target in ("mlx", "torch"):
+        capsys.readouterr()
+        assert main([*where, "--to", target, "--overwrite"]) == 0
+        said = capsys.readouterr().err  # large files show progress
+        assert said.index("Reading /") < said.index("Writing /")
 
 
 def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
     assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
     said = capsys.readouterr()
-    assert f"build_optimizer('{tmp_path / 'run'}')" in said.out
-    assert "restore_checkpoint(" in said.out
     assert "these parts unchanged: epoch, args." in said.err
+    names = {"model": Small()}
+    exec(said.out.partition("To resume:")[2], names)
+    assert names["scaler"].get_scale() == 512.0
+
+
+def test_lines_that_resume_a_run_without_a_scaler_find_a_loss_scale(tmp_path, capsys):
+    weights, optimizer, _ = small()
+    assert main(paths(tmp_path, {"model": weights, "optimizer": optimizer})) == 0
+    said = capsys.readouterr().out.partition("To resume:")[2]
+    names = {"model": (model := Small()), "batch": [mx.full((1, 3), 3.0)]}
+    names["loss_fn"] = lambda x: model.fc(x).astype(mx.float32).sum()
+    exec(said.replace("The run has no scaler.", "#"), names)
+    assert model.fc.bias.tolist() == [1.0, 2.0]
+    assert names["scaler"].get_scale() == 8192.0  # 3 * 2**14 is finite in float16
 
 
 @pytest.mark.parametrize(
@@ -82,11 +90,22 @@ def test_convert_errors_take_one_line_and_leave_no_files(flags, word, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["--rename", "--layout"])
-def test_wrong_flag_is_a_usage_error(flag, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rename", "nothing"], "'nothing' must contain '=' between its two parts."),
+        (["--layout", "nothing"], "'nothing' must contain '=' between its two parts."),
+        (["a.pt", "run"], "error: pass --torch-path a.pt --mlx-path run"),
+        (["run", "a.pt"], "error: pass --torch-path a.pt --mlx-path run"),
+        (["run", "--torch-path", "a.pt"], "pass --torch-path a.pt --mlx-path run"),
+    ],
+)
+def test_usage_error_says_what_to_pass_after_one_line_of_usage(flags, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([*paths(tmp_path, usual()), flag, "nothing"])
-    assert "'nothing' must contain '='" in capsys.readouterr().err
+        main(flags)
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: mlx_gradscale convert --torch-path PATH")
+    assert error.endswith(message)
 
 
 def test_rename_is_split_at_the_last_equals_sign(tmp_path):
@@ -177,29 +196,42 @@ def test_failed_conversion_leaves_no_files_or_the_old_ones(
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    where = paths(tmp_path, usual())
+    where, saves = paths(tmp_path, usual()), "mlx_gradscale.torch_checkpoint.save"
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
+        patch.setattr(saves, interrupt)
         assert main(where) == 130
         assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
-        assert not (tmp_path / "run").exists()
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "a.pt"]
     assert main(where) == 0
-    before = sorted((tmp_path / "run").rglob("*"))
+    before = sorted(tmp_path.rglob("*"))
     again = [*where, "--to", "mlx", "--overwrite"]
+    with monkeypatch.context() as patch:
+        patch.setattr(saves, interrupt)
+        assert main(again) == 130
     checkpoint = usual()
     checkpoint["model"]["fc.bias"] *= float("nan")
     paths(tmp_path, checkpoint)
     assert "nothing was saved" in fails(capsys, *again)
-    assert sorted((tmp_path / "run").rglob("*")) == before
-    # A new checkpoint has no template rather than that of another run.
-    paths(tmp_path, usual())
-    with monkeypatch.context() as patch:
-        patch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
-        assert main(again) == 130
-    assert not (tmp_path / "run/template.pt").exists()
-    paths(tmp_path, checkpoint)
-    assert "nothing was saved" in fails(capsys, *again)
-    assert not (tmp_path / "run/template.pt").exists()
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "run/history.csv").write_text("mine")
+    assert "not part of this checkpoint: history.csv" in fails(capsys, *again)
+
+
+def test_target_that_cannot_be_written_is_found_before_the_source_is_read(
+    tmp_path, capsys
+):
+    (tmp_path / "a.pt").write_text("not a checkpoint")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").touch()
+    bad = str(tmp_path / "file/new/out")  # not even root can write inside a file
+    for source, name, target in (
+        ("--torch-path", "a.pt", "--mlx-path"),
+        ("--mlx-path", "run", "--torch-path"),
+    ):
+        said = fails(capsys, source, str(tmp_path / name), target, bad)
+        assert f"Cannot write {bad}: Not a directory" in said
+    source = ["--torch-path", str(tmp_path / "a.pt"), "--to", "mlx", "--overwrite"]
+    assert "is a mount point" in fails(capsys, *source, "--mlx-path", "/dev")
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):

@@ -56,7 +56,7 @@ def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn)
         "epoch from 0.5 to 1, last_epoch from 3 to 6, _step_count from 4 to 7."
     )
     assert "rng_state.pth" in notes[1]
-    assert "scheduler" not in notes[1]
+    assert "scheduler.pt" not in notes[1]
     assert {p.name for p in (tmp_path / "back").iterdir()} == {
         p.name for p in source.iterdir()
     }
@@ -96,13 +96,13 @@ def test_step_counters_that_the_user_set_are_not_overwritten(tmp_path, recwarn):
     model = Small()
     run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
     take_step(model, run.optimizer)
-    run.template["trainer_state.json"]["global_step"] = 100
-    run.template["scheduler.pt"]["last_epoch"] = 100
+    run.template["trainer_state.json"] |= {"global_step": 100}
+    run.template["scheduler.pt"] |= {"last_epoch": 100}
     notes = save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
     assert not any("Changed to match" in note for note in notes)
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 100
-    assert "scheduler" not in notes[0]
+    assert "scheduler.pt" not in notes[0]
 
 
 def test_convert_command_round_trips_a_folder(tmp_path, capsys):
@@ -243,6 +243,9 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
     assert moments[7]["step"].item() == 4
     assert moments[7]["exp_avg"].shape == (8, 4)
     assert (tmp_path / "out/adapter_config.json").exists()
+    (tmp_path / "in/adapter_config.json").unlink()
+    notes = save_torch(tmp_path / "new", model, run.optimizer, like=run.template)
+    assert "These files no longer exist: adapter_config.json." in notes
 
 
 def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, capsys):

@@ -22,6 +22,12 @@ TORCH = {
 # One real-shaped state of each framework, and what differs from PyTorch's by default.
 STATES = {
     "torch": (TORCH, {}),
+    "paddle": (
+        {"scale": np.array([1024.0], np.float32), "incr_ratio": 2.0, "decr_ratio": 0.5,
+         "incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 2, "incr_count": 7,
+         "decr_count": 1, "use_dynamic_loss_scaling": True},
+        {"backoff_interval": 2, "backoff_tracker": 1},
+    ),
     "megatron": (
         {"scale": np.array([1024.0]), "growth_tracker": 7, "hysteresis_tracker": 2},
         {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0},
@@ -47,7 +53,8 @@ def test_every_scaler_format_is_recognized_and_read(name):
         got = read_state(state)
     assert got == TORCH | more
     assert [type(v) for v in got.values()][:5] == [float, float, float, int, int]
-    assert len(said) == (name != "torch")
+    # Only PyTorch's and Paddle's states contain all settings.
+    assert len(said) == (name not in ("torch", "paddle"))
 
 
 def test_warning_names_settings_that_megatron_does_not_save():

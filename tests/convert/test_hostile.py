@@ -17,10 +17,10 @@ from mlx_gradscale.convert import (
     build_optimizer,
     load_torch,
     main,
-    save_torch,
 )
-from mlx_gradscale.convert.save import gather, write_template
-from mlx_gradscale.convert.template import TEMPLATE, make_template
+from mlx_gradscale.convert.save import gather, write_run
+from mlx_gradscale.convert.template import make_template
+from mlx_gradscale.convert.template_file import TEMPLATE
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def attempt(checkpoint):
         model = Holder({n: x for n, x in tensors.items() if not n.startswith("lost")})
         template, _ = make_template(checkpoint, model, Options())
         template.optimizer_state()
-        write_template("", template, gather(Holder(template.weights())), dry_run=True)
+        write_run("out.pt", template, gather(Holder(template.weights())), dry_run=True)
     except ConvertError as error:
         return str(error)
     return ""
@@ -211,13 +211,10 @@ def test_limits_of_reading_a_template_can_be_changed(tmp_path):
     few = pt.Limits(operations=5)
     with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
         build_optimizer(tmp_path / "run", limits=few)
-    like = tmp_path / "run" / TEMPLATE
-    with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
-        save_torch(tmp_path / "b.pt", Small(), like=like, options=Options(limits=few))
 
 
 def test_template_is_not_mistaken_for_a_checkpoint(tmp_path, capsys):
     assert main(paths(tmp_path, usual())) == 0
     file = str(tmp_path / "run" / TEMPLATE)
     where = ["--torch-path", file, "--mlx-path", str(tmp_path / "b"), *SMALL]
-    assert "This file is a template" in fails(capsys, *where)
+    assert "is a template. Pass the PyTorch" in fails(capsys, *where)

@@ -9,7 +9,7 @@ from support.convert_runs import GOLDEN, forward, model_flag
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.inspect import describe, main
-from tests.support.torch_files import name, pickled, text
+from tests.support.torch_files import name, pickled, tensor, text
 
 
 def said(capsys, *arguments):
@@ -42,19 +42,28 @@ def test_large_object_that_appears_many_times_is_read_once(kind, tmp_path):
     assert time.process_time() - start < 10
 
 
-def test_every_unusual_value_is_listed_on_one_line(tmp_path):
+def test_every_unusual_value_is_listed_and_valid_json(tmp_path, capsys):
     deep = {"a": 1, "b": 2}
     for _ in range(12):
         deep = {"x": deep}
+    pt.save(tmp_path / "a.pt", mx.zeros((2, 3)))
+    assert "the file itself  float32 2x3\n" in said(capsys, tmp_path / "a.pt")
     values = {"e": {}, "f": [], "s": {1}, "t": (b"abc", "y" * 300), "i": 2**9999}
+    values |= {"nan": float("nan"), "list": [*range(99)], "z": mx.array(1j)}
     pt.save(tmp_path / "a.pt", values | {"deep": deep, (1, "k"): 2.5})
-    shown = {x["name"]: x["value"] for x in describe(tmp_path / "a.pt")["entries"]}
+    found = json.loads(
+        said(capsys, tmp_path / "a.pt", "--json"), parse_constant=pytest.fail
+    )
+    shown = {x["name"]: x.get("value", x.get("dtype")) for x in found["entries"]}
     assert shown.pop("t").startswith("('3 bytes', 'yyy")
     assert shown == {
         "e": "{}",
         "f": "[]",
         "s": "{1}",
         "i": "int of 10000 bits",
+        "nan": "nan",
+        "list": "list of 99",
+        "z": "complex64",
         "deep" + "/x" * 11: "dict of 1",
         "(1, 'k')": 2.5,
     }
@@ -78,18 +87,6 @@ def test_json_output_equals_the_described_checkpoint(capsys):
     assert (tensor["shape"], tensor["dtype"]) == ([4, 2, 3, 3], "float32")
 
 
-def test_inspecting_a_file_reads_no_tensor_data(tmp_path):
-    """A file whose tensors are damaged is listed all the same."""
-    pt.save(tmp_path / "a.pt", {"w": mx.arange(1000)})
-    data = bytearray((tmp_path / "a.pt").read_bytes())
-    where = data.index((500).to_bytes(4, "little"))
-    data[where] ^= 1
-    (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(pt.CheckpointError):
-        pt.load(tmp_path / "a.pt")
-    assert by_name(tmp_path / "a.pt")["w"]["shape"] == [1000]
-
-
 def test_converted_run_is_listed_without_counting_its_template(tmp_path):
     name = "conv_adamw"
     forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
@@ -101,21 +98,6 @@ def test_converted_run_is_listed_without_counting_its_template(tmp_path):
     template = by_name(tmp_path / "run" / "template.pt")
     assert template["checkpoint/epoch"]["value"] == 3
     assert template["checkpoint/model/features.0.weight"]["shape"] == [4, 2, 3, 3]
-
-
-def test_every_value_has_a_line_and_valid_json(tmp_path, capsys):
-    for value, words in (
-        (mx.zeros((2, 3)), "2x3"),
-        ([mx.zeros((4, 5)), 7], "float32 4x5"),
-        ("text", "text"),
-        ({}, "{}"),
-        ({"nan": float("nan"), "raw": b"xyz", "many": list(range(99))}, "list of 99"),
-        ({"z": mx.array(1j)}, "complex64 scalar"),
-    ):
-        pt.save(tmp_path / "a.pt", value)
-        assert words in said(capsys, tmp_path / "a.pt")
-        text = said(capsys, tmp_path / "a.pt", "--json")
-        json.loads(text, parse_constant=pytest.fail)
 
 
 def test_foreign_objects_are_shown_as_their_contents(tmp_path):
@@ -148,6 +130,45 @@ def test_inspect_errors_take_one_line_and_limits_can_be_raised(tmp_path, capsys)
     assert "--limit operations=..." in capsys.readouterr().err
     assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
     assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1
+
+
+def test_every_tensor_is_counted_though_not_every_one_is_listed(tmp_path, capsys):
+    shapes = {f"w{i}": pt.TensorShape((2,), "bfloat16") for i in range(30_000)}
+    deep = [mx.zeros(3)]
+    for _ in range(15):
+        deep = [deep]
+    pt.save(tmp_path / "a.pt", {"w": shapes, "again": [shapes["w0"]], "deep": deep})
+    found = json.loads(said(capsys, tmp_path / "a.pt", "--json"))
+    assert (found["tensors"], found["elements"]) == (30_002, 60_005)
+    assert len(found["entries"]) == 20_001
+    assert "only 20,000 values" in found["entries"][-1]["value"]
+    assert "a.pt: 30,002 tensors, 60,005 elements\n" in said(capsys, tmp_path / "a.pt")
+
+
+def test_tensors_of_a_namespace_that_contains_itself_are_counted_once(tmp_path):
+    start, end = NAMESPACE + b"q\x00}", tensor() + b"sb"
+    itself = start + b"(" + b"".join(text(f"{i}") + b"h\x00" for i in range(9)) + b"u"
+    (tmp_path / "a.pt").write_bytes(pickled(itself + text("w") + end))
+    assert describe(tmp_path / "a.pt")["tensors"] == 1
+
+
+def test_bad_file_in_a_folder_does_not_hide_the_others(tmp_path, capsys):
+    pt.save(tmp_path / "a.pt", {"w": mx.zeros((2, 3))})
+    (tmp_path / "b.pt").write_bytes(b"PK\x03\x04 cut off")
+    (tmp_path / "c.json").write_bytes(b" " * (2**24 + 1))
+    (tmp_path / "d.safetensors").write_bytes(b"garbage")
+    (tmp_path / "e.json").write_text('{"epoch": 3}')
+    assert main([str(tmp_path)]) == 1
+    shown, error = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0].endswith(": 1 tensor, 6 elements")
+    assert {"a.pt/w float32 2x3", "e.json/epoch 3"} < {*lines}
+    for file in ("b.pt", "c.json", "d.safetensors"):
+        assert any(line.startswith(f"{file} cannot be read: ") for line in lines)
+    assert error.startswith("error: 3 files could not be read. b.pt: The zip directory")
+    found = describe(tmp_path)
+    assert [*found["errors"]] == ["b.pt", "c.json", "d.safetensors"]
+    json.dumps(found)
 
 
 def test_file_named_like_a_checkpoint_is_listed(tmp_path):

@@ -3,9 +3,10 @@
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from support.torch_optimizers import (
     EVERY,
+    SHAPES,
     Mine,
     Params,
     Side,
@@ -166,12 +167,31 @@ def test_settings_changed_in_mlx_are_written_back(tmp_path):
     mine.save(tmp_path / "c.pt", accept=("bias_correction",))
 
 
-def test_parameters_without_optimizer_state_are_reported_and_stay_without(tmp_path):
-    theirs = Side("Adam").steps(range(1), names=("a.weight", "a.bias"))
-    path = theirs.save(tmp_path / "a.pt")
-    mine = Mine(path)
-    assert any("no optimizer state for b" in note for note in mine.run.notes)
-    assert_same_state(path, mine.save(tmp_path / "b.pt"))
+@pytest.mark.parametrize("kind", ["AdamW", "SGD momentum", "SGD", "Lion"])
+def test_parameters_without_optimizer_state_are_reported_and_stay_without(
+    kind, tmp_path
+):
+    trained = ("a.weight", "b")
+    for names, reported in ((tuple(SHAPES), 0), (trained, kind != "SGD"), ((), 0)):
+        mine = Mine(path := Side(kind).steps(range(2), names).save(tmp_path / "a.pt"))
+        notes = [n for n in mine.run.notes if "no optimizer state for" in n]
+        assert len(notes) == reported
+        assert all("for a.bias. The moments" in note for note in notes)
+        assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_bfloat16_moments_come_back_in_the_dtype_of_pytorch(steps, tmp_path):
+    path = Side("AdamW").steps(range(steps)).save(tmp_path / "a.pt")
+    mine = Mine(path).steps(range(2))
+    state = {k: x.astype(mx.bfloat16) if k.endswith((".m", ".v")) else x
+             for k, x in tree_flatten(mine.optimizer.state)}  # fmt: skip
+    mine.optimizer.state = tree_unflatten([*state.items()])
+    back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)["optimizer"]
+    for name, slots in zip(SHAPES, back["state"].values(), strict=True):
+        for got, ours in ((slots["exp_avg"], "m"), (slots["exp_avg_sq"], "v")):
+            assert got.dtype == torch.float32
+            assert (got.numpy() == state[f"{name}.{ours}"].astype(mx.float32)).all()
 
 
 def test_parameter_with_zero_moments_gets_the_step_count_of_mlx(tmp_path):

@@ -83,7 +83,9 @@ def test_ambiguous_order_is_an_error_that_asks_for_names():
     with pytest.raises(ConvertError, match=r"More than one order.*--names"):
         find(state, tensors)
     want = dict(enumerate("acb"))
-    assert find(state, tensors, names=("a", "c", "b"))[0] == want
+    found, (note,) = find(state, tensors, names=("a", "c", "b"))
+    assert found == want
+    assert "also match in another way" in note
     state["param_groups"][0]["param_names"] = ["a", "c"]
     state["param_groups"][1]["param_names"] = ["b"]
     assert find(state, tensors)[0] == want
@@ -112,13 +114,6 @@ def test_frozen_subset_of_equal_layers_requires_the_trained_names():
         find(state, tensors)
 
 
-def test_safetensors_file_does_not_define_the_parameter_order():
-    tensors = named(a=(3,), b=(4,))
-    state, _ = adam_state([["b", "a"]], tensors)
-    with pytest.raises(ConvertError, match=r"No order of .*--names"):
-        find(state, tensors, is_ordered=False)
-
-
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,45 +127,65 @@ def test_mlx_model_order_is_used_for_safetensors_with_a_note():
     state, want = adam_state([names], tensors)
     found, notes = find(state, tensors, Pair(), is_ordered=False)
     assert found == want
-    assert "the order of the MLX model's layers was used. second.weight" in notes[0]
+    assert "the order of the MLX model's layers was used" in notes[0]
+    assert "because second.weight, second.bias, first.bias have equal" in notes[0]
     tensors = named(a=(3,), b=(4,))  # shapes leave no doubt
     state, want = adam_state([["a", "b"]], tensors)
     assert find(state, tensors, is_ordered=False) == (want, [])
 
 
-def test_equal_modules_that_may_be_in_another_order_are_reported(tmp_path):
-    """Nothing in the file tells net[2], net[0] from net[0], net[2]."""
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in "ab"]
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("order", ["1.0 1.1 0.0 0.1", "0.1 0.0 1.0 1.1"])
+def test_order_that_shapes_cannot_confirm_is_reported(wrapper, order, tmp_path):
+    """Nothing in the file tells the order of equal blocks, or of layers in them."""
     torch = pytest.importorskip("torch")
-    net = torch.nn.Sequential(
-        torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)
-    )
-    given = [*net[2].parameters(), *net[0].parameters()]
-    optimizer = torch.optim.Adam(given)
-    net(torch.ones(1, 8)).sum().backward()
+    layers = {f"blocks.{at}": torch.nn.Linear(8, 8) for at in order.split()}
+    parameters = {f"{at}.{n}": p for at, layer in layers.items()
+                  for n, p in layer.named_parameters()}  # fmt: skip
+    optimizer = torch.optim.Adam([*parameters.values()])
+    sum(layer(torch.randn(1, 8)).sum() for layer in layers.values()).backward()
     optimizer.step()
-    torch.save({"m": net.state_dict(), "o": optimizer.state_dict()}, tmp_path / "a.pt")
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    run = load_torch(tmp_path / "a.pt", model)
-    (note,) = [note for note in run.notes if "swapped" in note]
-    assert "0, 2 have equal shapes" in note
-    assert "--names" in note
-    names = ("2.weight", "2.bias", "0.weight", "0.bias")
-    run = load_torch(tmp_path / "a.pt", model, Options(names=names))
-    moment = optimizer.state[net[2].bias]["exp_avg"].numpy()
-    assert (moment == run.optimizer.state["layers"][2]["bias"]["m"]).all()
-    assert not any("swapped" in note for note in run.notes)
+    names = [f"{at}.{leaf}" for at in sorted(layers) for leaf in ("weight", "bias")]
+    model = {f"{wrapper}{n}": parameters[n].detach() for n in names}
+    torch.save({"m": model, "o": optimizer.state_dict()}, tmp_path / "a.pt")
+    mine = Blocks()
+    (note,) = load_torch(tmp_path / "a.pt", mine).notes
+    assert f"{wrapper}blocks.0.0, {wrapper}blocks.0.1, " in note
+    assert "their moments are swapped" in note
+    run = load_torch(tmp_path / "a.pt", mine, Options(names=tuple(parameters)))
+    assert run.notes == []
+    moment = optimizer.state[parameters["blocks.1.0.bias"]]["exp_avg"].numpy()
+    state = run.optimizer.state["blocks"][1]["layers"][0]
+    assert (moment == state["bias"]["m"]).all()
 
 
-def test_transformer_layers_and_states_without_moments_are_unambiguous():
-    shapes = {"embed.weight": (9, 4), "norm.weight": (4,)}
-    for i in range(3):
-        shapes |= {f"layers.{i}.w": (4, 4), f"layers.{i}.v": (8, 4)}
+@pytest.mark.parametrize(
+    ("shapes", "used", "alike"),
+    [
+        ({"a.weight": (8, 3), "a.bias": (8,), "b.weight": (8, 8), "b.bias": (8,)},
+         4, ""),
+        ({"rms.weight": (8,), "norm.weight": (8,), "norm.bias": (8,)}, 3, "rms, norm"),
+        ({"scale": (8,), "shift": (8,)}, 2, "scale, shift"),
+        # Whether a or c is frozen, b comes after a in the file.
+        ({"a.weight": (8,), "b.weight": (9,), "c.weight": (8,)}, 2, "a, c"),
+    ],
+)  # fmt: skip
+def test_note_names_the_modules_that_could_be_swapped(shapes, used, alike):
     tensors = {name: mx.zeros(shape) for name, shape in shapes.items()}
-    state, want = adam_state([list(shapes)], tensors)
-    assert find(state, tensors) == (want, [])
-    state, _ = adam_state([["a.w", "b.w"]], named(a__w=(3,), b__w=(3,)))
-    state["state"] = {}
-    assert find(state, named(a__w=(3,), b__w=(3,)))[1] == []
+    state, want = adam_state([[*shapes][:used]], tensors)
+    found, notes = find(state, tensors)
+    assert found == want
+    assert len(notes) == bool(alike)
+    assert all(f"because {alike} have equal shapes" in note for note in notes)
+    state["state"] = {}  # without moments, nothing can be swapped
+    if used == len(shapes):
+        assert find(state, tensors)[1] == []
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])

@@ -1,6 +1,7 @@
 """Whole runs between PyTorch and MLX, with the numbers compared."""
 
 import json
+import warnings
 import zipfile
 from types import SimpleNamespace
 
@@ -93,7 +94,7 @@ def test_live_pytorch_run_resumes_in_mlx_and_then_in_pytorch(name, tmp_path, cap
     scales = go_on(name, model, run, range(BEFORE, middle))
     save_checkpoint(tmp_path / "run", model, optimizer, scaler)
     forward(tmp_path / "back.pt", tmp_path / "run")
-    assert "but these entries are from step" in capsys.readouterr().err
+    assert "these entries are copied from the" in capsys.readouterr().err
 
     again = Training(*name.split("_"))
     again.load(torch.load(tmp_path / "back.pt", weights_only=True))
@@ -129,7 +130,7 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
     assert "--like" in fails(capsys, *where)
     like = ["--like", str(tmp_path / "like.pt")]
     assert main([*where, *like, *model_flag("conv")]) == 0
-    with pytest.warns(UserWarning, match="these entries are from step 0"):
+    with pytest.warns(UserWarning, match="these entries are copied from"):
         save_torch(
             tmp_path / "b.pt", model, optimizer, scaler, like=tmp_path / "like.pt"
         )
@@ -239,31 +240,22 @@ def test_parameter_missing_from_the_pytorch_optimizer_must_be_frozen(tmp_path):
     load_torch(tmp_path / "a.pt", model)
 
 
-def test_template_can_be_reused_every_epoch_and_warns_once(tmp_path):
-    more = {"epoch": 3, "best": 0.5, "scheduler": {"last_epoch": 3}, "arch": "net"}
-    model, run = small_run(tmp_path, **more, args={"lr": 1})
+def test_entries_copied_after_steps_in_mlx_are_reported_until_they_are_set(tmp_path):
+    more = {"epoch": 3, "best": 0.5, "scheduler": {"last_epoch": 3}}
+    model, run = small_run(tmp_path, **more)
     assert any("is not converted" in note for note in run.notes)
     take_step(model, run.optimizer)
     run.template["epoch"] = 4
-    with pytest.warns(UserWarning, match="best, scheduler") as warned:
+    with pytest.warns(UserWarning, match=r": best, scheduler\. .* set its last_epoch"):
         notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert "at step 4, but these entries are from step 3" in str(warned[0].message)
     assert "epoch," not in notes[0]
-    assert "arch" not in notes[0]
     take_step(model, run.optimizer)
+    run.template["best"] = 0.4
+    run.template["scheduler"] |= {"last_epoch": 5}
     assert save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template) == []
     back = pt.load(tmp_path / "b.pt")
-    assert (back["epoch"], back["scheduler"]) == (4, {"last_epoch": 3})
+    assert (back["epoch"], back["scheduler"]) == (4, {"last_epoch": 5})
     assert back["optimizer"]["state"][0]["step"].item() == 5
-
-
-def test_warning_names_the_lightning_counters_inside_loops(tmp_path):
-    progress = {"optimizer": {"step": {"total": {"ready": 3, "completed": 3}}}}
-    loops = {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": progress}}
-    model, run = small_run(tmp_path, global_step=3, loops=loops)
-    run.optimizer.state["step"] = mx.array(5, mx.uint64)
-    with pytest.warns(UserWarning, match=r"step, loops\..*loops/fit_loop/epoch_l"):
-        save_torch(tmp_path / "b.ckpt", model, run.optimizer, like=run.template)
 
 
 def test_failed_save_changes_neither_the_template_nor_the_file(tmp_path):
@@ -291,7 +283,7 @@ def test_checkpoint_that_is_a_tuple_comes_back_and_keeps_its_optimizer(tmp_path)
     model = Small()
     run = load_torch(tmp_path / "a.pt", model)
     take_step(model, run.optimizer)
-    with pytest.warns(UserWarning, match="from step 3: 2"):
+    with pytest.warns(UserWarning, match="from the template: 2"):
         save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
     assert pt.load(tmp_path / "b.pt")[1]["state"][0]["step"].item() == 4
     with pytest.raises(ConvertError, match="Pass the optimizer"):
@@ -305,14 +297,30 @@ def test_template_of_another_model_is_an_error(tmp_path):
             save_torch(tmp_path / "b.pt", other, like=run.template)
 
 
-def test_schedule_resumes_at_the_loaded_step_with_the_next_learning_rate(tmp_path):
+def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsys):
     small_run(tmp_path)
-    model = Small()
-    run = load_torch(
-        tmp_path / "a.pt", model, learning_rate=lambda step: 0.5 ** (step + 1)
-    )
-    take_step(model, run.optimizer)
-    assert run.optimizer.learning_rate.item() == 0.5**4
-    notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert "its current value: 0.03125" in notes[0]
-    assert pt.load(tmp_path / "b.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5**5
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    rates, model = [1.0, 1.0, 1.0, 0.5, 0.25, 0.125], Small()
+    run = load_torch(tmp_path / "a.pt", model)
+    schedule = lambda step: mx.array(rates[step.item()])  # noqa: E731
+    optimizer = build_optimizer(tmp_path / "run", learning_rate=schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restore_checkpoint(tmp_path / "run", Small(), optimizer)
+    take_step(model, optimizer)
+    notes = save_torch(tmp_path / "b.pt", model, optimizer, like=run.template)
+    assert "its value for the next step: 0.25" in notes[0]
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    forward(tmp_path / "c.pt", tmp_path / "run")
+    for name in ("b.pt", "c.pt"):
+        assert pt.load(tmp_path / name)["optimizer"]["param_groups"][0]["lr"] == 0.25
+    # Like a checkpoint of an older version, the end of a schedule has no next rate.
+    for _ in range(2):
+        take_step(model, optimizer)
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    where = ["--torch-path", f"{tmp_path}/d.pt", "--mlx-path", f"{tmp_path}/run"]
+    said = fails(capsys, *where)
+    assert "the last step, 0.125, and PyTorch needs" in said
+    assert "save it again. To convert anyway" in said
+    assert main([*where, "--accept", "learning_rate"]) == 0
+    assert pt.load(tmp_path / "d.pt")["optimizer"]["param_groups"][0]["lr"] == 0.125

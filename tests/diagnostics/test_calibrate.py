@@ -1,5 +1,7 @@
 """calibrate() finds a scale before the first step."""
 
+import sys
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -43,6 +45,22 @@ def test_calibrate_does_not_change_the_model_or_the_random_state():
     assert scaler.skipped_steps.item() == 0
     # Both modes of the scaler are still available.
     scaler.scale(mx.array(1.0))
+
+
+def test_calibrate_prints_its_runs_to_stderr_only_if_it_takes_long(
+    monkeypatch, capsys, caplog
+):
+    caplog.set_level("WARNING", "mlx_gradscale")
+    model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
+    # By its name in sys.modules: the package has a function float32_layers.
+    progress = sys.modules["mlx_gradscale.float32_layers.progress"]
+    for delay, is_shown in ((1e9, False), (0.0, True)):
+        monkeypatch.setattr(progress, "_DELAY", delay)
+        calibrate(GradScaler(), model, mse(model), *data)
+        lines = capsys.readouterr().err.splitlines()
+        assert (len(lines) in (5, 6)) == is_shown
+        text = "calibrate, run 1: the batch at a loss scale of 2^0"
+        assert lines[:1] == [text] * is_shown
 
 
 def test_calibrate_raises_if_a_batch_overflows_at_every_scale():

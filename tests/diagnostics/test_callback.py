@@ -40,6 +40,6 @@ def test_callback_adds_to_the_report_and_passes_it_on(capsys):
     }
     assert validated == [{"iteration": 20, "val_loss": 1.0}]
     assert capsys.readouterr().out.splitlines() == [
-        "Iter 10: loss 1.250, scale 2^17, skipped 3 (3 new)",
-        "Iter 20: loss 1.250, scale 2^17, skipped 3",
+        "Iter 10: scale 2^17, skipped 3 (3 new)",
+        "Iter 20: scale 2^17, skipped 3",
     ]

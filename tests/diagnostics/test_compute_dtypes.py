@@ -1,4 +1,4 @@
-"""compute_dtypes shows where half precision is lost, and whose layer it is."""
+"""compute_dtypes shows where half precision is lost, and in which layer."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,11 +29,10 @@ def test_compute_dtypes_names_the_first_promoted_layer_and_keeps_the_model():
         return model(tokens).astype(mx.float32).mean()
 
     report = compute_dtypes(model, loss_fn, model, mx.array([[1, 2, 3]]))
-    assert (report.first.model, report.first.path) == ("Masked", "out")
-    assert report.first.inputs == (mx.float32,)
+    assert (report.first.path, report.first.inputs) == ("out", (mx.float32,))
     text = str(report)
     assert "embedding" in text
-    assert "'out' of Masked has float16 parameters but computes in float32" in text
+    assert "'out' has float16 parameters but computes in float32" in text
     assert "masks, positions" in text
     assert type(model.out) is nn.Linear
     assert bits(model.parameters()) == before
@@ -80,38 +79,3 @@ def test_compute_dtypes_names_a_layer_that_promotes_its_own_output():
     report = compute_dtypes(model, lambda x: model(x).sum(), batch(dtype=mx.float16)[0])
     assert report.first.path == "layers.0"
     assert "none of its inputs is float32" in str(report)
-
-
-def test_compute_dtypes_distinguishes_two_models():
-    class Generator(Mlp):
-        pass
-
-    generator, critic = Generator(), Mlp(dtype=mx.float16)
-
-    def loss_fn(critic, generator, noise, same):
-        return critic(mx.tile(generator(noise), (1, 8))).astype(mx.float32).mean()
-
-    report = compute_dtypes(critic, loss_fn, critic, generator, batch()[0], generator)
-    assert [layer.path for layer in report.layers].count("layers.0") == 2
-    assert (report.first.model, report.first.path) == ("Mlp", "layers.0")
-    text = str(report)
-    assert "'layers.0' of Mlp has float16 parameters" in text
-    assert "the outputs of another model" in text
-    assert "Generator (args[1]): layers.0" in text
-    assert type(generator.layers[0]) is nn.Linear
-
-
-def test_compute_dtypes_names_all_batchnorms_with_half_precision_statistics():
-    model = nn.Sequential(nn.BatchNorm(8), nn.Linear(8, 8), nn.BatchNorm(8))
-    model.set_dtype(mx.float16)
-    x = batch(dtype=mx.float16)[0]
-
-    def loss_fn(x):
-        return model(x).astype(mx.float32).mean()
-
-    report = compute_dtypes(model, loss_fn, x)
-    assert report.half_statistics == ("layers.0", "layers.2")
-    assert "running statistics of layers.0, layers.2" in str(report)
-    # The cure that the report prints.
-    float32_layers(model, lambda path, layer: isinstance(layer, nn.BatchNorm))
-    assert compute_dtypes(model, loss_fn, x).half_statistics == ()

@@ -1,12 +1,14 @@
 """explain_overflow names the layer, and leaves everything unchanged."""
 
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from support.helpers import NAN, model_state
 
-from mlx_gradscale import GradScaler, float32_layers, nonfinite
-from mlx_gradscale.diagnostics import OverflowReport, explain_overflow
+from mlx_gradscale import GradScaler, float32_layers
+from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
 
@@ -59,25 +61,6 @@ def small_gradient_of_a_large_input(model, x):
     return model.blocks[1].fc2(x).astype(mx.float32).sum() * 16
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gates = [mx.full((8,), 1e-4)]
-
-    def __call__(self, x):
-        return (x * self.gates[0]).sum(axis=0)
-
-
-def test_parameter_in_a_list_belongs_to_the_module_around_it():
-    def loss_fn(model, x):
-        # Only the gradient of the gate overflows: it is a sum of values of 6e4.
-        return model(x).astype(mx.float32).sum() * 64
-
-    report = explain(nn.Sequential(Gated()), 6e4, loss_fn)
-    assert (report.cause, report.layer) == ("gradients", "layers.0")
-    assert "parameter layers.0.gates.0" in str(report)
-
-
 def root(model, x):
     return mx.sqrt(model(x)).astype(mx.float32).mean()
 
@@ -103,7 +86,7 @@ CASES = [  # gains, x, loss function, loss scale, cause, layer, text
         "loss", None, "The loss itself is inf at a loss scale of 2^0, "),
     ({}, 1.0, lambda model, x: model(x).mean(), 65536.0,
         "gradients", None, "of the model, computed by the loss function, "),
-    ({}, 0.0, root, 2.0**10, "derivative", None, "non-finite at any loss scale"),
+    ({}, 0.0, root, 2.0**10, "derivative", None, "non-finite values even in float32"),
 ]  # fmt: skip
 
 
@@ -114,21 +97,9 @@ def test_report_names_first_overflow(gains, x, loss_fn, scale, cause, layer, tex
     report = explain(Net(**gains), x, loss_fn, scale=scale)
     assert (report.cause, report.layer) == (cause, layer)
     assert text in str(report)
-    assert report.scaling_helps == (cause == "gradients")
-    first = "The loss is finite (" if report.loss_is_finite else "The loss itself is"
+    first = "The loss is finite (" if math.isfinite(report.loss) else "The loss itself"
     assert str(report).startswith(first)
     assert ("cannot help" in str(report)) == (cause in ("forward", "loss"))
-    if layer == "blocks.1.fc1":
-        leaves = [leaf.path for leaf in report.leaves]
-        assert leaves == ["blocks.0.fc1.weight", "blocks.0.fc2.weight"]
-
-
-def test_report_of_values_that_overflow_in_float32_too_does_not_advise_float32():
-    model = nn.Linear(2, 2)
-    model.set_dtype(mx.float16)
-    huge = explain_overflow(model, lambda x: (model(x) * 1e30 * 1e30).sum(), mx.ones(2))
-    assert huge.cure is None
-    assert "Neither loss scaling nor float32 layers help. Batch 1 gives" in str(huge)
 
 
 def test_parameters_kept_in_float32_and_float32_layers_do_not_overflow():
@@ -148,55 +119,29 @@ def test_explain_overflow_names_nan_in_the_batch_or_in_a_parameter():
     model = Net()
     report = explain(model, x)
     assert (report.cause, report.layer) == ("batch", None)
-    assert report.leaves[0].nan == 1
-    assert "args[1]" in str(report)
+    assert "The batch contains NaN or inf in args[1]." in str(report)
     report = explain_overflow(model, mean_square, model, x=x)
-    assert [leaf.path for leaf in report.leaves] == ["x"]
+    assert "NaN or inf in x." in str(report)
     report = explain(Net(fc1=NAN))
     assert (report.cause, report.layer) == ("parameters", "blocks.1.fc1")
-    assert [leaf.path for leaf in report.leaves] == ["blocks.1.fc1.weight"]
+    assert "NaN or inf in blocks.1.fc1.weight." in str(report)
 
 
-@pytest.mark.parametrize("value", [250000.0, -250000.0])
-def test_explain_overflow_names_an_argument_that_overflows_in_the_cast(value):
+def test_explain_overflow_reports_an_input_that_overflows_in_the_cast():
     model = Net()
 
-    def loss_fn(targets, batch, weight=None):
-        distance = 1e-6 * model(batch["x"][0]).astype(mx.float32) - targets
-        return (distance.square() * weight).mean()
+    def loss_fn(x, weight=None):
+        return ((model(x).astype(mx.float32) * 1e-3).square() * weight).mean()
 
     def explained(**options):
-        batch = mx.ones((4, 8)), {"x": [mx.full((4, 8), value)]}
-        options |= {"scale": 2.0**-6, "weight": mx.ones(()), "compute_dtype": HALF}
-        return explain_overflow(model, loss_fn, *batch, **options)
+        x, weight = mx.full((4, 8), 250000.0), mx.ones(())
+        options |= {"weight": weight, "compute_dtype": HALF}
+        return explain_overflow(model, loss_fn, x, **options)
 
     report = explained()
-    assert (report.cause, report.layer) == ("arguments", None)
-    assert not report.scaling_helps
-    assert [leaf.path for leaf in report.leaves] == ["args[1].x.0"]
-    text = str(report)
-    assert "exceeds the float16 maximum of 65504 in args[1].x.0." in text
-    assert "value_and_grad(..., cast_inputs=False)" in text
+    assert (report.cause, report.layer) == ("forward", None)
+    assert "The input of the model" in str(report)
     assert explained(cast_inputs=False).cause == "nothing"
-
-
-def test_mask_that_overflows_in_the_cast_is_reported_only_if_it_is_the_cause():
-    model = Net()
-
-    def loss_fn(x, mask):
-        weights = mx.softmax(mask.astype(mx.float32))
-        return (weights * model(x).astype(mx.float32).square()).mean()
-
-    def explained(n_masked, x=1e-4):
-        batch = mx.full((4, 8), x), mx.array([0.0] * (8 - n_masked) + [-1e9] * n_masked)
-        options = {"scale": 2.0**14, "compute_dtype": HALF}
-        report = explain_overflow(model, loss_fn, *batch, **options)
-        return report.cause, report.layer
-
-    assert explained(4) == ("nothing", None)
-    model.blocks[1].fc1.weight = mx.eye(8) * 1e4
-    assert explained(4) == ("gradients", "blocks.1.fc1")
-    assert explained(4, x=10.0) == ("forward", "blocks.1.fc1")
 
 
 class Masked(nn.Module):
@@ -241,16 +186,7 @@ def test_overflow_of_either_sign_in_a_frozen_layer_is_not_mistaken_for_a_mask(si
     x[0] *= 4
     report = explain(model, x, compute_dtype=None)
     assert (report.cause, report.layer) == ("forward", "layers.0")
-    assert report.cure == ["layers.0 to layers.1"]
-
-
-def test_overflow_report_lists_the_first_twenty_leaves():
-    leaves = nonfinite([mx.array([NAN, 1.0, -float("inf")]) for _ in range(30)])
-    report = OverflowReport("gradients", None, "", 1.0, 1.0, leaves)
-    *_, header, first = str(report).splitlines()[:-20]
-    assert header.split() == ["name", "dtype", "nan", "+inf", "-inf", "of"]
-    assert first.split() == ["0", "float32", "1", "0", "1", "3"]
-    assert str(report).endswith("\n... and 10 more")
+    assert report.fix == ["layers.0 to layers.1"]
 
 
 def test_explain_overflow_accepts_auxiliary_outputs_and_keywords():
@@ -307,12 +243,6 @@ def test_explain_overflow_restores_the_model_after_an_error(dtype):
     assert model_state(model) == before
 
 
-def test_explain_overflow_uses_the_scale_of_a_scale_loss_function():
-    model, scaler = Net(), GradScaler(init_scale=2.0**30)
-    scaled = scaler.scale_loss(mean_square)
-    assert explain(model, loss_fn=scaled).cause == "gradients"
-    scaler.update(2.0)
-    report = explain(model, loss_fn=scaled)
-    assert (report.cause, report.where) == ("nothing", "")
-    with pytest.raises(TypeError, match="has its own scale"):
-        explain(model, loss_fn=scaled, scale=scaler)
+def test_explain_overflow_refuses_a_scale_loss_function():
+    with pytest.raises(TypeError, match="Pass the original function"):
+        explain(Net(), loss_fn=GradScaler().scale_loss(mean_square))

@@ -94,6 +94,33 @@ def test_longest_names_can_be_written(kind, name, tmp_path):
 
 
 @each_kind
+def test_permissions_are_kept_and_never_wider_while_writing(kind, tmp_path):
+    out = tmp_path / "out"
+    write(kind, out)
+    private = 0o600 if kind == "file" else 0o2700
+    out.chmod(private)
+    (out / "owner" if kind == "folder" else out).chmod(0o600)
+    with WRITERS[kind](out) as opened:
+        fill(opened)
+        path = opened if kind == "folder" else Path(opened.name)
+        assert path.stat().st_mode & 0o077 == 0
+    assert out.stat().st_mode & 0o7777 == private
+    assert (out / "owner" if kind == "folder" else out).stat().st_mode & 0o777 == 0o600
+
+
+def test_new_checkpoint_has_the_permissions_of_the_last_one(tmp_path):
+    model, optimizer = small()
+    save_checkpoint(tmp_path, model, optimizer)
+    for path, mode in (("model.safetensors", 0o640), ("training.json", 0o600)):
+        (tmp_path / "save-000001" / path).chmod(mode)
+    (tmp_path / "save-000001").chmod(0o550)  # the owner must be able to remove it
+    save_checkpoint(tmp_path, model, optimizer)
+    found = {x.name: x.stat().st_mode & 0o777 for x in tmp_path.rglob("*")}
+    assert found["save-000002"] == 0o750
+    assert (found["model.safetensors"], found["training.json"]) == (0o640, 0o600)
+
+
+@each_kind
 def test_error_leaves_the_old_content_and_no_temporary_file(kind, tmp_path):
     write(kind, tmp_path / "out")
     with pytest.raises(KeyboardInterrupt), WRITERS[kind](tmp_path / "out"):

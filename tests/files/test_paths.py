@@ -59,7 +59,6 @@ def test_json_file_is_read_up_to_its_size_limit(tmp_path):
 
 READERS = {
     "a.csv": [ScaleHistory, ScaleHistory.load],
-    "a.jsonl": [ScaleHistory, ScaleHistory.load],
     "a.json": [
         read_json,
         describe,

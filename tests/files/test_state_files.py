@@ -1,7 +1,6 @@
 """``GradScaler.save`` and ``load``: every format gives back the whole state."""
 
 import gzip
-import json
 
 import mlx.core as mx
 import pytest
@@ -70,18 +69,6 @@ def test_unknown_suffix_error_lists_the_known_suffixes(tmp_path):
         GradScaler().save(tmp_path / "scaler.bin")
     with pytest.raises(FileNotFoundError):
         GradScaler().load(tmp_path / "missing.json")
-
-
-def test_failed_save_leaves_the_old_file(tmp_path):
-    path = tmp_path / "scaler.json"
-    GradScaler(init_scale=2.0).save(path)
-    scaler = GradScaler()
-    scaler.state["scale"] = "no number"
-    with pytest.raises(Exception, match=r".") as caught:
-        scaler.save(path)
-    assert isinstance(caught.value, (AttributeError, TypeError, ValueError))
-    assert json.loads(path.read_text())["scale"] == 2.0
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_whole_checkpoint_is_refused_with_the_call_that_loads_its_scaler(tmp_path):

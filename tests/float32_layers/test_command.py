@@ -44,7 +44,8 @@ def test_float16_command_writes_layers_that_fix_the_model(run, tmp_path, capsys,
     output = tmp_path / "layers.json"
     code, model = run(FACTORS, "-o", str(output), "--fine-tune-type", kind)
     assert code == 0
-    assert f'float32_layers(model, "{output}")' in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"--fine-tune-type {kind} --float32-layers {output}\n" in printed.out
     assert {path.name for path in tmp_path.iterdir()} == {"layers.json", "layers.png"}
     assert json.loads(output.read_text())["layers"] == [MLP]
     model.set_dtype(mx.float16)

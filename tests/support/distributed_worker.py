@@ -5,6 +5,7 @@ python distributed_worker.py FOLDER CHECK...
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, save_checkpoint
 from mlx_gradscale.core import ranks as core_ranks
 from mlx_gradscale.core.masters import to_float32
 from mlx_gradscale.diagnostics import calibrate
@@ -175,8 +176,7 @@ def tensor_parallel(group, steps=12):
     for i in range(steps):
         x, y = batch(i)
         bad = i in (3, 8)
-        loss = step(x, y, mx.array(INF if bad and group.rank() == last else 1.0))
-        counted = all_reduces([loss, state])
+        step(x, y, mx.array(INF if bad and group.rank() == last else 1.0))
         mx.eval(state)
         reference(x, y, mx.array(INF if bad else 1.0))
         mx.eval(reference_state)
@@ -184,39 +184,11 @@ def tensor_parallel(group, steps=12):
     mine = tree_flatten(cut.trainable_parameters())
     whole.layers = cut_layers()
     theirs = dict(tree_flatten(whole.trainable_parameters()))
-    # Only the layers' own all-reduce remains. No rank evaluates it.
-    step, state, _ = trainer(cut)
-    loss = step(x, y, mx.array(1.0))
     return {
         "norms": norms,
         "skipped": optimizer.scaler.skipped_steps.item(),
         "scaler": fingerprint(optimizer.scaler.state),
         "error": max(mx.abs(x - theirs[p]).max().item() for p, x in mine),
-        "all_reduces": counted,
-        "all_reduces_without_group": all_reduces([loss, state]),
-    }
-
-
-def sharded_remainder(group, steps=6):
-    """Float16 shards with remainders, against the same weights in one piece."""
-    rank, size = group.rank(), group.size()
-    whole = {"w": mx.random.normal((8, 4), key=mx.random.key(1)).astype(mx.float16)}
-    mine = tree_map(lambda x: mx.split(x, size)[rank], whole)
-    options = {"masters": "remainder"}
-    sharded = GuardedOptimizer(optim.AdamW(1e-5), group=group, sharded=True, **options)
-    expected = GuardedOptimizer(optim.AdamW(1e-5), **options)
-    for i in range(steps):
-        gradient = mx.random.normal((8, 4), key=mx.random.key(i + 2))
-        if i == 3:  # on the last rank alone
-            gradient[-1] = INF
-        whole = expected.apply_gradients({"w": gradient}, whole)
-        mine = sharded.apply_gradients({"w": mx.split(gradient, size)[rank]}, mine)
-        mx.eval(mine, whole, sharded.state, expected.state)
-    part = mx.split(expected.masters(whole)["w"], size)[rank]
-    return {
-        "skipped": sharded.scaler.skipped_steps.item(),
-        "same": mx.array_equal(sharded.masters(mine)["w"], part).item(),
-        "moved": mx.any(part != part.astype(mx.float16)).item(),
     }
 
 
@@ -368,6 +340,7 @@ def differ(group):
     init("rate", inner=optim.AdamW(1e-2 if odd else 1e-3))
     rate = optim.cosine_decay(1e-2 if odd else 1e-3, 10)
     init("schedule", inner=optim.AdamW(rate))
+    init("average", average=not odd)
     init("masters", masters="remainder" if odd else "float32")
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
     init("decay", inner=optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01))
@@ -379,9 +352,41 @@ def differ(group):
     return found
 
 
+def frozen(group):
+    """A rank whose gradients differ from init() refuses its step on its own."""
+    weights = {"a": mx.ones(2), "b": mx.ones(3)}
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), group=group, average=True)
+    optimizer.init(weights)
+    others = {"a": mx.ones(2)}, weights | {"c": mx.ones(1)}, {"a": mx.ones(3)}
+    steps = [partial(optimizer.apply_gradients, x, weights | x) for x in others]
+    found = {"refused": [message(step) for step in steps if group.rank() == 1]}
+    # All ranks can agree to train only a part.
+    optimizer.init({"b": weights["b"]})
+    gradient = {"b": mx.full((3,), 2.0 * group.rank())}
+    found["new"] = optimizer.apply_gradients(gradient, weights)["b"].tolist()
+    return found
+
+
+def mixed_up(group):
+    """Ranks that make different calls; the last check, because it ends the ring."""
+    rank, model = group.rank(), Deep(1)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), group=group, average=True)
+    optimizer.init(model.trainable_parameters())
+    call = [assert_in_sync, broadcast][rank]
+    found = {"call": message(lambda: call(model.parameters(), group))}
+    grads = tree_map(mx.ones_like, model.trainable_parameters())
+
+    def train_or_save():
+        if rank == 0:
+            save_checkpoint("nothing", model, optimizer)
+        optimizer.update(model, grads)
+        mx.eval(model.state)
+
+    return found | {"save": message(train_or_save)}
+
+
 CHECKS = {
     "data parallel": data_parallel,
-    "sharded remainder": sharded_remainder,
     "own loop": own_loop,
     "decide": decide,
     "tensor parallel": tensor_parallel,
@@ -390,6 +395,8 @@ CHECKS = {
     "drift": drift,
     "calibrated": calibrated,
     "differ": differ,
+    "frozen": frozen,
+    "mixed up": mixed_up,
 }
 
 

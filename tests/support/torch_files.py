@@ -1,9 +1,11 @@
 """Compare what was loaded with PyTorch's or numpy's, and build files by hand."""
 
 import io
+import pickle
 import runpy
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import TorchSize
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "torch"
 CONTENTS = runpy.run_path(str(GOLDEN / "make_golden.py"))
@@ -55,11 +58,8 @@ def assert_equals_torch(actual: Any, expected: Any, where: str = "obj") -> None:
         if isinstance(expected, OrderedDict) and hasattr(expected, "_metadata"):
             assert actual._metadata == expected._metadata
     elif isinstance(expected, (list, tuple)):
-        if isinstance(expected, torch.Size):
-            assert actual.path == "torch.Size", where
-            actual = actual.args[0]
-        else:
-            assert type(actual) is type(expected), where
+        is_size = isinstance(expected, torch.Size)
+        assert type(actual) is (TorchSize if is_size else type(expected)), where
         assert len(actual) == len(expected), where
         for i, item in enumerate(expected):
             assert_equals_torch(actual[i], item, f"{where}[{i}]")
@@ -123,6 +123,13 @@ def pack(contents: dict[str, bytes], folder: str = "archive") -> bytes:
 def pickled(*parts: bytes) -> bytes:
     """A checkpoint whose pickle is these opcodes, with a storage 0 of 16 bytes."""
     return pack({"data.pkl": b"\x80\x02" + b"".join(parts) + b".", "data/0": bytes(16)})
+
+
+def legacy(body: bytes, keys: Sequence[str] = (), data: bytes = b"") -> bytes:
+    """A file in the format before PyTorch 1.6, whose object is these opcodes."""
+    numbers = (0x1950A86A20F9469CFC6C, 1001, {})
+    head = b"".join(pickle.dumps(number, 2) for number in numbers)
+    return head + b"\x80\x02" + body + b"." + pickle.dumps([*keys], 2) + data
 
 
 def name(module: str, attribute: str) -> bytes:

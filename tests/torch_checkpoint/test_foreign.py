@@ -149,7 +149,6 @@ def test_object_of_a_known_class_becomes_a_plain_value(kind, value):
         ("inner class", f"{__name__}.Config.Inner(depth=5)"),
         ("class", f"{__name__}.Config.Inner"),
         ("function", "builtins.max"),
-        ("Size", "torch.Size(tuple)"),
         ("path", "pathlib.PosixPath('a', 'b.txt')"),
     ],
 )
@@ -157,6 +156,16 @@ def test_object_of_an_unknown_class_stays_a_placeholder_with_its_name(kind, says
     found = torch_checkpoint.load(torch_bytes(OBJECTS[kind]))
     assert str(found) == says
     assert plain_value(found) is found
+
+
+def test_torch_size_is_a_tuple_and_is_saved_as_a_torch_size():
+    sizes = [torch.Size([2, 3]), torch.Size([]), {torch.Size([4]): 1}]
+    found = torch_checkpoint.load(torch_bytes(sizes))
+    assert found == [(2, 3), (), {(4,): 1}]
+    assert isinstance(found[0], tuple)
+    back = torch.load(io.BytesIO(save_bytes(found)), weights_only=True)
+    assert back == sizes
+    assert type(back[0]) is type(next(iter(back[2]))) is torch.Size
 
 
 def test_objects_that_refer_to_themselves_survive_a_round_trip():

@@ -3,10 +3,14 @@
 import argparse
 import io
 import os
+import shutil
 import stat
 import struct
+import subprocess
+import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -219,7 +223,34 @@ def test_error_explains_swapped_save_arguments():
         torch_checkpoint.save({"x": 1}, "x.pt")
 
 
+ALONE = """
+import sys
+sys.modules["mlx_gradscale"] = None
+import copied
+copied.save("a.pt", {"size": copied.TorchSize((2, 3))})
+assert copied.load("a.pt")["size"] == (2, 3)
+"""
+
+
+def test_copy_of_the_package_works_in_another_project(tmp_path):
+    shutil.copytree(Path(writer.__file__).parent, tmp_path / "copied")
+    command = [sys.executable, "-W", "error", "-c", ALONE]
+    ended = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert ended.stderr == ""
+
+
 # A failed save leaves the old file, and nothing else, behind.
+
+
+def test_next_save_removes_files_of_killed_saves_but_not_of_other_writers(tmp_path):
+    leftover = tmp_path / ".torch_checkpoint-0123456789abcdef.tmp"
+    (tmp_path / ".torch_checkpoint-0123.tmp").touch()
+    leftover.touch()
+    with writer._replace(tmp_path / "b.pt") as file:  # removes the leftover
+        torch_checkpoint.save(tmp_path / "a.pt", {})
+        file.write(b"x")
+    assert {*os.listdir(tmp_path)} == {"a.pt", "b.pt", ".torch_checkpoint-0123.tmp"}
+    assert (tmp_path / "b.pt").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -253,12 +284,17 @@ def test_file_is_synced_before_it_replaces_the_old_file(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_saved_file_has_the_mode_of_a_new_file(tmp_path):
-    plain = tmp_path / "plain"
-    plain.touch()
-    torch_checkpoint.save(tmp_path / "x.pt", {})
-    mode = stat.S_IMODE((tmp_path / "x.pt").stat().st_mode)
-    assert mode == stat.S_IMODE(plain.stat().st_mode)
+@pytest.mark.parametrize("name", ["x.pt", "\u5b57" * 78 + ".pt", "x" * 255])
+def test_saved_file_has_the_mode_of_a_new_file_or_keeps_its_own(tmp_path, name):
+    (tmp_path / "plain").touch()
+    path, modes = tmp_path / name, []
+    for _ in range(2):
+        torch_checkpoint.save(path, {})
+        modes.append(path.stat().st_mode)
+        path.chmod(0o640)
+    torch_checkpoint.save(path, {})
+    assert modes == [(tmp_path / "plain").stat().st_mode, stat.S_IFREG | 0o640]
+    assert {*os.listdir(tmp_path)} == {"plain", name}
 
 
 def test_pipes_and_folders_are_not_replaced(tmp_path):

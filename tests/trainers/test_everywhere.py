@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
-from support.helpers import Mlp, batch, bits, each_mode, mse
+from support.helpers import INF, Mlp, batch, bits, each_mode, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 
@@ -23,6 +23,7 @@ NAMES = [
     (mx, "value_and_grad"),
     (nn, "value_and_grad"),
     (nn.utils, "value_and_grad"),
+    (mx.fast, "scaled_dot_product_attention"),
     (optim.Optimizer, "update"),
     (optim.Optimizer, "apply_gradients"),
     (optim.MultiOptimizer, "apply_gradients"),
@@ -241,6 +242,66 @@ def test_float32_model_warns_once_and_is_not_scaled():
     assert len(warned) == 1
 
 
+def test_trainer_whose_update_promotes_the_model_to_float32_is_named_as_the_cause():
+    def run():
+        model = Mlp(dtype=mx.float16)
+        gradient = nn.value_and_grad(model, mse(model))
+        for i in range(3):
+            _, grads = gradient(*batch(i, dtype=mx.float16))
+            new = tree_map(lambda p, g: p - 0.1 * g, model.parameters(), grads)
+            model.update(new)
+
+    warns = pytest.warns(UserWarning, match="of this trainer|own update")
+    with warns as warned, everywhere():
+        run()
+    promoted, end = (str(each.message) for each in warned)
+    assert promoted.startswith("The trainer's own update has replaced half-precision")
+    assert end.startswith("Only the losses of this trainer were intercepted")
+    assert end.endswith("update the weights with an optimizer from mlx.optimizers.")
+
+
+def test_float32_mask_is_cast_in_attention_of_float16():
+    def train(dtype):
+        mx.random.seed(5)
+        model, optimizer = nn.TransformerEncoder(1, 16, 2, 32), optim.AdamW(1e-2)
+        model.set_dtype(dtype)
+        # MLX's own mask, in float32, and a row that sees nothing.
+        mask = nn.MultiHeadAttention.create_additive_causal_mask(6)
+        mask = mx.concatenate([mx.full((1, 6), -1e9), mask[1:]])
+        gradient = nn.value_and_grad(model, lambda x: model(x, mask).square().mean())
+        x = mx.random.normal((2, 6, 16)).astype(dtype)
+        for _ in range(4):
+            loss, grads = gradient(x)
+            optimizer.update(model, grads)
+        return loss.item()
+
+    wanted = train(mx.float32)
+    with pytest.raises(ValueError, match="Mask type must promote to output type"):
+        train(mx.float16)
+    for dtype, compute_dtype in ((mx.float16, None), (mx.float32, mx.float16)):
+        with everywhere(compute_dtype=compute_dtype):
+            assert train(dtype) == pytest.approx(wanted, rel=0.02)
+    assert is_as_before()
+
+
+def test_auto_says_how_to_search_again_if_later_steps_are_skipped():
+    model, optimizer = Mlp(dtype=mx.float16), optim.SGD(1e-3)
+    warns = pytest.warns(UserWarning, match="SGD skipped 12 of 15.*the last 12,.*again")
+    with warns, everywhere(float32_layers="auto") as here:
+        gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
+        for i in range(15):
+            inputs = *batch(i, dtype=mx.float16), mx.array(1.0 if i < 3 else INF)
+            optimizer.update(model, gradient(*inputs)[1])
+    assert here.report()[0] == "All layers compute in half precision."
+    assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
+    with (
+        pytest.raises(ValueError, match="does not help"),
+        everywhere(float32_layers="auto") as here,
+    ):
+        nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs[:2])
+    assert not here.report()
+
+
 def test_compute_dtype_warns_that_it_does_not_apply_to_a_parameter_tree():
     with everywhere(compute_dtype=mx.float16) as here:
         with pytest.warns(UserWarning, match="compute_dtype= requires a model"):
@@ -300,11 +361,3 @@ def test_gradient_function_created_before_the_block_warns_at_the_end():
     warns = pytest.warns(UserWarning, match=f"Only the steps of this trainer.*{remedy}")
     with warns, everywhere():
         optimizer.update(model, loss_and_grad(*batch(dtype=mx.float16))[1])
-
-
-def test_weights_updated_without_an_optimizer_warn_at_the_end():
-    model = Mlp(dtype=mx.float16)
-    remedy = r"\(\), update the weights with an optimizer from mlx.optimizers.$"
-    warns = pytest.warns(UserWarning, match=f"Only the losses of this.*{remedy}")
-    with warns, everywhere():
-        nn.value_and_grad(model, mse(model))(*batch(dtype=mx.float16))

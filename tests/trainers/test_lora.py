@@ -89,8 +89,10 @@ def test_full_float16_fine_tuning_learns_where_mlx_lm_gives_nan(
     found = losses(history)
     assert [step for step, *_ in found] == list(range(1, 13))
     assert found[-1][1] < found[0][1] - 0.5
-    assert "Iter 12: loss 4." in out
-    assert ", skipped 0" in out
+    assert re.search(r"Iter 12: .*scale 2\^\d+, skipped 0", out)
+    box = re.sub(r"\x1b\[[\d;]*m", "", out)
+    assert re.search(r"trained weights +float16 ", box)
+    assert re.search(r"loss scale +dynamic, from 2\^\d+ ", box)
     assert history.with_suffix(".png").stat().st_size > 1000
     # mlx-lm's own files, and beside them the checkpoint.
     names = {path.name for path in (tmp_path / "plain").iterdir()}
@@ -114,7 +116,7 @@ def test_float16_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
         patch.setattr(mlx_lm.lora, "load", load_float32)
         reference = arguments(place, tmp_path / "plain", *flags)
         wanted = mlx_lm_losses(patch, reference)
-    history = tmp_path / "run.jsonl"
+    history = tmp_path / "run.csv"
     given = arguments(place, tmp_path / "ours", *flags, "--history", history)
     assert main([*given, "--dtype", "float16", "--test"]) == 0
     found = [loss for _, loss, *_ in losses(history)]
@@ -266,7 +268,7 @@ def test_unknown_lora_flag_is_a_usage_error(capsys):
         (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
         (["--loss-scale", "0"], "scale must be between"),
         (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, got -1"),
-        (["--history", "run.txt"], "must end in .csv or .jsonl, got 'run.txt'"),
+        (["--history", "run.txt"], "path must end in .csv"),
         (["--float32-layers", "none.json"], "none.json"),
         (["--resume"], "There is no checkpoint in"),
         (["-c", "dtype: float8"], "dtype must be one of float16, bfloat16, float32"),
@@ -297,6 +299,7 @@ def test_error_raised_by_mlx_lm_keeps_its_traceback(place, tmp_path):
         (["--loss-scale", "128"], 128.0, mx.float16),
         (["-c", "loss_scale: off\ndtype: bfloat16"], 1.0, mx.bfloat16),
         (["-c", "loss_scale: 1024\nmasters: remainder"], 1024.0, mx.float16),
+        (["--moments", "bfloat16", "--loss-scale", "8"], 8.0, mx.float16),
     ],
 )
 def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):
@@ -365,10 +368,23 @@ def test_finding_the_first_scale_skips_no_lora_step(place, tmp_path, monkeypatch
     assert [(s < 65536, ok) for *_, s, ok in losses(history)] == [(True, True)] * 2
 
 
-def test_lora_run_that_skips_every_step_warns_at_the_end(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [FULL, ()], ids=["full", "lora"])
+def test_lora_run_that_cannot_train_says_what_to_run(
+    flags, place, tmp_path, monkeypatch, capsys
+):
     multiply_loss(monkeypatch, float("inf"))
-    with pytest.warns(UserWarning, match="not trained: Adam skipped every step"):
-        assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
+    assert main(arguments(place, tmp_path / "a", *flags, "--iters", "3")) == 0
+    first, *_, last = capsys.readouterr().err.splitlines()
+    kind = "full" if flags else "lora"
+    files = f"--model {place / 'model'} --data {place / 'data'}"
+    command = f"mlx_gradscale float16 {files} --fine-tune-type {kind}"
+    assert first.startswith("warning: The loss or the gradients of the first batch are")
+    assert first.endswith(command)
+    assert last.startswith("warning: The model was not trained: Adam")
+    assert last.endswith(command)
+    flags = (*flags, "--iters", "3", "--loss-scale", "8")
+    assert main(arguments(place, tmp_path / "b", *flags)) == 0
+    assert capsys.readouterr().err.endswith("Train with --loss-scale dynamic.\n")
 
 
 def test_lora_command_example_resumes(monkeypatch):

@@ -1,5 +1,6 @@
 """``mlx_gradscale run``: a script without a change, and the summary at its end."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -59,13 +60,21 @@ def test_unchanged_script_trains_in_float16(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("end", "error"), [("sys.exit(7)", SystemExit(7)), ("1 / 0", ZeroDivisionError())]
+    ("end", "error", "n_warnings"),
+    [("", None, 1), ("sys.exit(7)", SystemExit, 1), ("1 / 0", ZeroDivisionError, 0)],
 )
-def test_summary_is_printed_however_a_script_ends(end, error, tmp_path, capsys):
-    with pytest.raises(type(error)) as raised:
-        run(tmp_path, SCRIPT + end, arguments=("0.1",))
-    assert getattr(raised.value, "code", None) == getattr(error, "code", None)
-    assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
+def test_summary_is_printed_however_a_script_ends_and_warnings_unless_it_fails(
+    end, error, n_warnings, tmp_path, capsys
+):
+    script = SCRIPT.replace("optimizer.update(model, grads)", "pass") + end
+    raises = pytest.raises(error) if error else contextlib.nullcontext()
+    with raises as raised:
+        assert run(tmp_path, script, arguments=("0.1",)) == 0
+    assert error is not SystemExit or raised.value.code == 7
+    said = capsys.readouterr().err
+    assert "0 of 3 gradients overflowed\n" in said
+    assert said.count("warning: Only the losses of this") == n_warnings
+    assert said.count("warning") == n_warnings
 
 
 def test_optimizer_that_never_steps_is_not_in_the_summary(tmp_path, capsys):
@@ -110,17 +119,26 @@ for _ in range(3):
 
 
 def test_float32_layers_flag_fixes_a_script_that_overflows(tmp_path, capsys):
-    warns = pytest.warns(UserWarning, match="was not trained: SGD skipped every")
-    with warns, pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
         run(tmp_path, OVERFLOWING + "raise SystemExit")
-    said = capsys.readouterr().err
-    assert "3 of 3 gradients overflowed" in said
-    assert "SGD: 0 steps applied, 3 skipped" in said
+    first, scale, steps, last = capsys.readouterr().err.splitlines()
+    remedy = "compute them in float32, pass --float32-layers auto."
+    assert first.startswith("warning: The loss or the gradients of the first batch are")
+    assert first.endswith(remedy)
+    assert scale.endswith("3 of 3 gradients overflowed")
+    assert steps == "SGD: 0 steps applied, 3 skipped"
+    assert last.startswith("warning: The model was not trained: SGD skipped 3 of 3")
+    assert last.endswith(remedy)
     file = str(tmp_path / "layers.json")
     Float32Search(["layers.1 to layers.2"]).save(file)
-    for where in (file, "auto"):
+    for where, n_lines in ((file, 0), ("auto", 3)):
         assert run(tmp_path, OVERFLOWING, "--float32-layers", where) == 0
-        assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
+        *found, _, steps = capsys.readouterr().err.splitlines()
+        assert steps == "SGD: 3 steps applied, 0 skipped"
+        # Printed once, before the script has trained.
+        assert len(found) == n_lines
+        assert not found or found[1].startswith("  layers.1 to layers.2: Values reach")
+        assert not found or found[2].startswith("33.33% of the parameters compute in")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +147,7 @@ def test_float32_layers_flag_fixes_a_script_that_overflows(tmp_path, capsys):
         (["nothere.py"], "the file nothere.py does not exist"),
         (["--init-scale", "0", __file__], "scale must be"),
         (["--max-grad-norm", "-1", __file__], "max_grad_norm must be a positive"),
+        (["--moments", "float16", __file__], "invalid choice: 'float16'"),
         (["--float32-layers", "none.json", __file__], "none.json"),
         (["--float32-layers", SCALER_STATE, __file__], "does not contain a list"),
     ],

@@ -66,9 +66,8 @@ def main(folder: Path) -> None:
     paths = ["--torch-path", f"{folder}/run.pt", "--mlx-path", f"{folder}/run"]
     convert([*paths, "--model", f"{__name__}:make_linear"])
     (folder / "run.pt").unlink()
-    for suffix in ("csv", "jsonl"):
-        with ScaleHistory(folder / f"history.{suffix}") as history:
-            history.record(optimizer, loss=mx.array(0.5))
+    with ScaleHistory(folder / "history.csv") as history:
+        history.record(optimizer, loss=mx.array(0.5))
     Float32Search(["layers.0"]).save(folder / "float32_layers.json")
 
 
