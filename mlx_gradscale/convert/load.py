@@ -52,6 +52,7 @@ def load_torch(
     loss_scaling: bool = False,
     max_grad_norm: float | None = None,
     masters: str = "float32",
+    moments: str = "float32",
 ) -> TorchRun:
     """Load a PyTorch checkpoint into an MLX model and build its optimizer and scaler.
 
@@ -72,6 +73,8 @@ def load_torch(
             without ``loss_scaling``. Default: ``None``.
         masters (str): Passed to the ``LossScaleOptimizer``; ignored without
             ``loss_scaling``. Default: ``"float32"``.
+        moments (str): Like ``masters``. The moments are rounded to this dtype, and
+            written to PyTorch in the dtype they had there. Default: ``"float32"``.
 
     Returns:
         TorchRun: The optimizer, the scaler and the template. The optimizer computes the
@@ -109,7 +112,11 @@ def load_torch(
         optimizer = build_optimizer(template, learning_rate)
         if loss_scaling:
             optimizer = LossScaleOptimizer(
-                optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
+                optimizer,
+                scaler,
+                max_grad_norm=max_grad_norm,
+                masters=masters,
+                moments=moments,
             )
             if scaler is None:
                 more.append(

@@ -39,11 +39,12 @@ def check_moments(kind: Any, optimizer: Optimizer) -> None:
     """Raise if an optimizer cannot store its moments in this dtype."""
     if kind not in DTYPES:
         raise ValueError(f'moments must be "float32" or "bfloat16", got {kind!r}.')
-    if kind != "float32" and not is_builtin(optimizer):
-        raise ValueError(
-            f'moments="bfloat16" requires optimizers from mlx.optimizers, because '
-            f"{type(optimizer).__name__} stores its state itself. Leave out moments=."
-        )
+    for part in single_optimizers(optimizer):
+        if kind != "float32" and not is_builtin(part):
+            raise ValueError(
+                f'moments="bfloat16" requires an optimizer from mlx.optimizers. '
+                f"{type(part).__name__} stores its state itself. Leave out moments=."
+            )
 
 
 def dither(optimizer: Optimizer) -> mx.array:

@@ -420,5 +420,24 @@ def test_checkpoint_with_one_kind_of_masters_restores_into_the_other(saved, tmp_
     assert bits(run.model.parameters()) == bits(other.model.parameters())
 
 
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+def test_checkpoint_with_moments_of_one_dtype_restores_into_the_other(saved, tmp_path):
+    names = ["float32", "bfloat16"]
+    runs = {name: half(optim.AdamW(1e-2), moments=name) for name in names}
+    run = runs.pop(saved)
+    [(name, other)] = runs.items()
+    run.train(0, 6)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    with pytest.warns(UserWarning, match=f"{saved} and are cast to {name}") as found:
+        restore_checkpoint(tmp_path / "run", *other.parts)
+    assert len(found) == 1
+    dtype = getattr(mx, name)
+    moments = dict(tree_flatten(run.optimizer.state["optimizer"]["layers"]))
+    for path, x in tree_flatten(other.optimizer.state["optimizer"]["layers"]):
+        assert mx.array_equal(x, moments[path].astype(dtype))
+        assert x.dtype == dtype
+    other.train(6, 9)
+
+
 def test_optimizer_that_packs_its_moments_resumes_bit_identically(tmp_path):
     check_resume(lambda: PackedAdamW(1e-2), tmp_path)

@@ -148,13 +148,20 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
     compare(pt.load(tmp_path / "c.pt")["model"], theirs.weights())
 
 
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_float16_model_with_loss_scaling_converts_back_to_float32(masters, tmp_path):
+@pytest.mark.parametrize(
+    ("masters", "moments"),
+    [("float32", "float32"), ("remainder", "float32"), ("remainder", "bfloat16")],
+)
+def test_float16_model_with_loss_scaling_converts_back_to_float32(
+    masters, moments, tmp_path
+):
     name = "conv_adamw"
     start = pt.load(GOLDEN / f"{name}.pt")
     model = mlx_model(name)
     model.set_dtype(mx.float16)
-    run = load_torch(GOLDEN / f"{name}.pt", model, loss_scaling=True, masters=masters)
+    forms = {"loss_scaling": True, "masters": masters, "moments": moments}
+    run = load_torch(GOLDEN / f"{name}.pt", model, **forms)
+    assert str(run.optimizer.state["head"]["weight"]["v"].dtype).endswith(moments)
     assert model.head.weight.dtype == mx.float16
     assert run.scaler is run.optimizer.scaler
     save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
@@ -166,6 +173,10 @@ def test_float16_model_with_loss_scaling_converts_back_to_float32(masters, tmp_p
             np.testing.assert_allclose(
                 np.array(back["model"][key]), np.array(tensor), rtol=1e-7
             )
+        for key, state in start["optimizer"]["state"].items():
+            new = back["optimizer"]["state"][key]["exp_avg_sq"]
+            assert new.dtype == state["exp_avg_sq"].dtype == mx.float32
+            assert mx.allclose(new, state["exp_avg_sq"], rtol=2.0**-8)
     # Through a checkpoint of ours, too.
     save_checkpoint(tmp_path / "run", model, run.optimizer)
     forward(GOLDEN / f"{name}.pt", tmp_path / "there", *model_flag(name))

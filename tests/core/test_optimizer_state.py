@@ -11,6 +11,18 @@ from support.helpers import INF, NAN, OPTIMIZERS, Mlp, bits, gradients_like, sam
 from support.optimizer_helpers import Training, wrapped
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale.core.trees import slots
+
+# How the state is stored.
+each_form = pytest.mark.parametrize(
+    "form",
+    [
+        {"masters": "float32"},
+        {"masters": "remainder"},
+        {"masters": "remainder", "moments": "bfloat16"},
+    ],
+    ids=["float32", "remainder", "small"],
+)
 
 
 def save(optimizer, path):
@@ -22,10 +34,10 @@ def load(optimizer, path):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
+@each_form
 @pytest.mark.parametrize("when", ["into a compiled step", "before compiling"])
-def test_saved_state_resumes_bit_identically(tmp_path, masters, when):
-    options = {"masters": masters, "max_grad_norm": 1.0}
+def test_saved_state_resumes_bit_identically(tmp_path, form, when):
+    options = form | {"max_grad_norm": 1.0}
     training = Training(**options)
     training.run(range(6), bad=(0, 4))
     save(training.optimizer, tmp_path / "optimizer.safetensors")
@@ -44,10 +56,10 @@ def test_saved_state_resumes_bit_identically(tmp_path, masters, when):
     assert again.traced.count == 1
 
 
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
+@each_form
 @pytest.mark.parametrize("name", ["MultiOptimizer", "Adafactor", "SGD schedule"])
 def test_state_of_every_kind_of_optimizer_can_be_restored_in_an_eager_loop(
-    tmp_path, name, masters
+    tmp_path, name, form
 ):
     weights = {"layers": [{"weight": mx.ones((4, 6), mx.float16)}], "b": mx.ones(3)}
 
@@ -57,8 +69,7 @@ def test_state_of_every_kind_of_optimizer_can_be_restored_in_an_eager_loop(
             weights = optimizer.apply_gradients(gradients, weights)
         return weights
 
-    first = GuardedOptimizer(OPTIMIZERS[name](), masters=masters)
-    second = GuardedOptimizer(OPTIMIZERS[name](), masters=masters)
+    first, second = (GuardedOptimizer(OPTIMIZERS[name](), **form) for _ in range(2))
     middle = resume(first, weights, range(3))
     save(first, tmp_path / "state.safetensors")
     second.init(middle)
@@ -105,10 +116,10 @@ def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(master
     assert set(kept) == {"w"}
 
 
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_copied_optimizer_shares_no_state_with_the_original(masters):
+@each_form
+def test_copied_optimizer_shares_no_state_with_the_original(form):
     for copied in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-        optimizer = wrapped(optim.Adam(0.1), masters=masters)
+        optimizer = wrapped(optim.Adam(0.1), **form)
         weights = {"w": mx.ones(2, mx.float16)}
         weights = optimizer.apply_gradients(weights, weights)
         other = copied(optimizer)
@@ -178,12 +189,12 @@ def test_bad_state_is_refused_and_changes_nothing(path, value, message):
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_flat_state_set_before_init_is_visible_and_resumes(tmp_path, masters, compiled):
-    training = Training(compiled=compiled, masters=masters)
+@each_form
+def test_flat_state_set_before_init_is_visible_and_resumes(tmp_path, form, compiled):
+    training = Training(compiled=compiled, **form)
     training.run(range(3))
     save(training.optimizer, tmp_path / "optimizer.safetensors")
-    again = Training(compiled=compiled, init=False, masters=masters)
+    again = Training(compiled=compiled, init=False, **form)
     again.model.update(training.model.parameters())
     again.optimizer.state = mx.load(str(tmp_path / "optimizer.safetensors"))
     assert again.optimizer.step.item() == 3
@@ -196,12 +207,12 @@ def test_flat_state_set_before_init_is_visible_and_resumes(tmp_path, masters, co
 @pytest.mark.compiles
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("empty", [{}, []])
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_emptied_state_can_be_restored_and_resumes(empty, masters, compiled):
+@each_form
+def test_emptied_state_can_be_restored_and_resumes(empty, form, compiled):
     """As a trainer may do to free memory around an evaluation or a preview."""
     found = []
     for emptied in (False, True):
-        training = Training(compiled=compiled, masters=masters)
+        training = Training(compiled=compiled, **form)
         training.run(range(3))
         if emptied:
             state = training.optimizer.state
@@ -213,6 +224,30 @@ def test_emptied_state_can_be_restored_and_resumes(empty, masters, compiled):
         training.run(range(3, 6))
         found.append(training.everything())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+def test_state_with_moments_of_the_other_dtype_is_cast_with_one_warning(saved, when):
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[saved]
+    training = Training(compiled=False, moments=saved)
+    training.run(range(3))
+    again = Training(compiled=False, init=when == "after init", moments=other)
+    again.model.update(training.model.parameters())
+
+    def load():
+        again.optimizer.state = dict(tree_flatten(training.optimizer.state))
+        again.optimizer.init(again.model.trainable_parameters())
+
+    with pytest.warns(UserWarning, match=f"{saved} and are cast to {other}") as found:
+        load()
+    assert len(found) == 1
+    state = tree_map(lambda x: x, training.optimizer.state["optimizer"])
+    for _, box, key in slots(state):
+        if box[key].ndim:
+            box[key] = box[key].astype(getattr(mx, other))
+    assert bits(again.optimizer.state["optimizer"]) == bits(state)
+    again.run(range(3, 6), bad=(4,))
 
 
 @pytest.mark.parametrize("when", ["before init", "after init"])

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.helpers import (
@@ -19,6 +20,8 @@ from support.helpers import (
 from support.optimizer_helpers import HALVES
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale.core.masters import to_float32
+from mlx_gradscale.core.trees import slots
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # What each step is given: three finite gradients among skips, the first step included.
@@ -82,8 +85,11 @@ class Run:
         return bits([self.box, state])
 
 
-def run_script(run, make, dtype):
-    """Run the script; return the float32 parameters of a bare optimizer beside it."""
+def run_script(run, make, dtype, change=lambda state: None):
+    """Run the script; return a bare optimizer and its float32 parameters beside it.
+
+    ``change`` changes the state of the bare optimizer after each step.
+    """
     bare, expected = make(), tree_map(lambda x: x.astype(mx.float32), run.box[0])
     bare.init(expected)
     paths = [path for path, x in tree_flatten(run.box[0]) if x.size]
@@ -94,6 +100,7 @@ def run_script(run, make, dtype):
             run.step(scaled)
             true = tree_map(lambda g: g.astype(mx.float32), true)
             expected = bare.apply_gradients(true, expected)
+            change(bare.state)
             assert run.scaler.last_step_applied.item()
         else:
             before = run.trained()
@@ -157,6 +164,38 @@ def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
     assert same_but_empty(run.inner.state, bare.state)
     assert same(run.box[0], tree_map(lambda x: x.astype(dtype), expected))
     assert mode != "compiled" or run.traced.count == 1
+
+
+def round_moments(state):
+    """Round the moments of an optimizer as the docstring of ``core/moments`` says."""
+    for part in state.get("states", [state]):
+        a, b = (part["step"].item() * n % 2**32 for n in (2654435769, 1779033703))
+        both = (np.float32(a) + np.float32(b)) * np.float32(2**-32)
+        factor = mx.array(1 + (both - 1) / np.float32(128))
+        for path, box, key in slots(part):
+            # Adafactor's rows and columns are not of their parameter's shape.
+            if len(path) > 1 and not key.endswith(("row", "col")):
+                rounded = (box[key] * factor).astype(mx.bfloat16)
+                box[key] = rounded.astype(mx.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "compiled"),
+    [
+        *[(name, dtype, False) for name in OPTIMIZERS for dtype in DTYPES],
+        *[pytest.param(name, "float16", True, marks=compiles) for name in SOME],
+    ],
+)
+def test_skipped_step_changes_no_bit_of_bfloat16_moments_and_others_are_dithered(
+    name, dtype, compiled
+):
+    make, dtype = OPTIMIZERS[name], DTYPES[dtype]
+    run = Run(make, dtype, compiled, wrap=True, moments="bfloat16")
+    bare, expected = run_script(run, make, dtype, round_moments)
+    assert same(run.optimizer.masters(run.box[0]), expected)
+    state = tree_map(to_float32, run.inner.state)
+    assert same_but_empty(state, bare.state)
+    assert name == "Adafactor" or not same_but_empty(run.inner.state, bare.state)
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
