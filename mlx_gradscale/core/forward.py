@@ -1,4 +1,4 @@
-"""The model during a forward pass: what is cast for it, and restored after it."""
+"""Cast a model for the forward pass, and restore it afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class Casting(NamedTuple):
     def cast_argument(self, x: Any) -> Any:
         """Cast an array, or those in a plain container.
 
-        A container without any is returned itself, because a module may write to it.
+        A container without arrays to cast is returned as is: a module may write to it.
         """
         if isinstance(x, mx.array):
             return self.cast(x)

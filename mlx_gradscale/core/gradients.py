@@ -21,7 +21,7 @@ from .masters import HALF, to_float32
 from .notices import SKIPS_TO_WARN, WarnOnce
 from .trees import Leaf, commit, flatten, is_floating, leaves, read, slots
 
-# What may change the values of an array in place, or hands out its memory.
+# Methods that modify an array in place or expose its memory.
 _CHANGES_IN_PLACE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
     *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
@@ -47,7 +47,8 @@ def _forget_source(name: str) -> Callable[..., Any]:
 
 
 for _name in _CHANGES_IN_PLACE:
-    # NumPy reads __buffer__, which Python has from 3.12 on.
+    # Before Python 3.12, a class cannot see that its buffer is exported, so a step
+    # ignores what is written through a NumPy view.
     if hasattr(mx.array, _name):
         setattr(LazyGradient, _name, _forget_source(_name))
 

@@ -28,8 +28,8 @@ from .masters import (
 from .moments import dither, is_small
 from .optimizers import (
     autocompiled,
-    borrowed,
     is_builtin,
+    roll_back,
     scheduled_values,
     split,
     split_paths,
@@ -54,7 +54,7 @@ Stored = dict[str, mx.array]
 
 
 class Participant(NamedTuple):
-    """An optimizer that a scaler steps, and what ``LossScaleOptimizer`` adds to it."""
+    """An optimizer that a scaler steps, with what a wrapper adds to it."""
 
     optimizer: Optimizer
     ranks: Ranks
@@ -192,7 +192,7 @@ def _run(
     ``dtype`` is the dtype of the moments.
     """
     arrays = Inspected(*arrays)  # mx.compile passes a plain tuple
-    with borrowed(optimizer, scheduled):
+    with roll_back(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [to_float32(x) if is_small(x, dtype) else _alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))

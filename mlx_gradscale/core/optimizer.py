@@ -194,7 +194,7 @@ class LossScaleOptimizer(Optimizer):
         return new
 
     def _participant(self) -> Participant:
-        """Return what :meth:`GradScaler.step` needs to know about this optimizer."""
+        """Describe this optimizer to its scaler."""
         norms = self._state if self._clips else None
         stored = self._masters, DTYPES[self._moments]
         return Participant(self.optimizer, self._ranks, *stored, norms)

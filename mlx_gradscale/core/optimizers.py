@@ -146,7 +146,7 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 
 
 @contextmanager
-def borrowed(
+def roll_back(
     optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
 ) -> Iterator[None]:
     """Let an optimizer step with these scheduled values; roll it back on exit."""

@@ -490,7 +490,7 @@ class GradScaler:
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def _writes(self, applied: mx.array | None, is_last: bool) -> Writes:
-        """Return what a step and, if it is the last, ``update()`` write to the state.
+        """Return the state writes of a step and, if ``is_last``, of ``update()``.
 
         ``applied`` is None for ``update()`` by itself.
         """
