@@ -262,8 +262,16 @@ class _Search:
             return self._name_chain(children[first : last + 1])
         if call.path:
             return call.path
-        # The value reaches the loss function.
-        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}"
+        # The value reaches the loss function. If a model returns the value of its last
+        # layers, only these have to compute in float32.
+        calls = children[first:]
+        while len(calls) == 1 and not self._is_large(calls[0].inputs):
+            inner = calls[0].children
+            large = [c for c in inner if self._is_large(c.inputs + c.outputs)]
+            if not large or self._is_large(large[0].inputs):
+                break
+            calls = inner[inner.index(large[0]) :]
+        return f"{self._name_chain(calls)}{TO}{THE_LOSS}"
 
     def _name_chain(self, calls: list[Call]) -> str:
         paths = list(dict.fromkeys(call.path or "" for call in calls))

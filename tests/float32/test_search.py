@@ -303,3 +303,21 @@ def test_search_misuse_leaves_the_model_alone(how, batches, options, error, mess
     with pytest.raises(error, match=message):
         find_float32_layers(model, loss_fn, batches, **options)
     assert model_state(model) == before
+
+
+@pytest.mark.parametrize("compute_dtype", [None, HALF])
+def test_output_that_overflows_needs_only_the_last_layer_in_float32(compute_dtype):
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    model.layers[2].bias = mx.array([66000.0])
+
+    def loss_fn(x):
+        return 1e-8 * model(x).astype(mx.float32).square().mean()
+
+    if compute_dtype is None:
+        model.layers[2].bias = mx.array([60000.0])
+        model.layers[2].weight = mx.full((1, 32), 1000.0)
+        model.set_dtype(HALF)
+    x = mx.random.uniform(shape=(16, 8)).astype(model.layers[0].weight.dtype)
+    found = find_float32_layers(model, loss_fn, [[x]], compute_dtype=compute_dtype)
+    assert found.where == ["layers.2 to the loss"]
