@@ -17,7 +17,7 @@ from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
 from ..commands import EXPECTED, LIMITS, read_limits, run_command
 from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
-from ..files.text import align, printable
+from ..files.text import align, list_some, printable
 from .folder import check_folder, check_torch, check_writable
 from .layouts import AXES
 from .load import TorchRun, load_torch
@@ -28,7 +28,7 @@ from .save import unwrap, write_run
 from .sections import SECTIONS
 from .template import Template
 from .template_file import FILES, TEMPLATE, read_template, write_template
-from .tree import ConvertError, list_some, show
+from .tree import ConvertError, show
 
 # Names in the folder of a run, with those of a writer that was killed.
 _OWN = re.compile(rf"save-\d+|{re.escape(TEMPLATE)}|{FILES}|\.mlx_gradscale-.*")

@@ -13,12 +13,13 @@ from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from ..core.trees import restore, snapshot
+from ..files.text import list_some
 from .folder import read_torch
 from .optimizers import Rate
 from .options import Options
 from .template import Template, make_template
 from .template_file import build_optimizer, is_template
-from .tree import ConvertError, list_some
+from .tree import ConvertError
 
 
 @dataclass

@@ -16,9 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..files.text import list_some
 from .layouts import AXES, Entry, Shape, known_names, probe_sanitize, try_sanitize
 from .options import Options
-from .tree import ConvertError, list_some
+from .tree import ConvertError
 
 # Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
 # activation checkpointing.

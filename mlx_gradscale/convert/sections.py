@@ -6,19 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.scale import TORCH_KEYS
-from ..files.text import dtype_name
+from ..files.text import dtype_name, list_some
 from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
-from .tree import (
-    ConvertError,
-    Path,
-    find_key,
-    get,
-    is_tensor,
-    list_some,
-    show,
-    walk,
-)
+from .tree import ConvertError, Path, find_key, get, is_tensor, show, walk
 
 SECTIONS = ("model", "optimizer", "scaler")
 # If there are several state dicts, such as a model and its average, the one with one of

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..files.text import list_some
 from ..formats import read_state
 from ..torch_checkpoint import TensorShape
 from . import optimizers
@@ -17,7 +18,7 @@ from .names import Plan, make_plan
 from .options import Options
 from .order import Order
 from .sections import Sections, find_sections
-from .tree import ConvertError, Path, get, is_tensor, items, list_some, number, show
+from .tree import ConvertError, Path, get, is_tensor, items, number, show
 
 
 @dataclass

@@ -166,6 +166,14 @@ def test_sharded_model_comes_back_as_one_file(end, tmp_path):
     first = next(source.glob("model-00001*"))
     with pytest.raises(ConvertError, match="one shard of a model"):
         load_torch(first, model)
+    if end == "bin":
+        for content, word in (
+            ({"fc.bias": mx.ones(2)}, r"another shard both contain fc\.bias"),
+            ({"fc.weight": 3}, "a value that is not a named tensor"),
+        ):
+            pt.save(first, content)
+            with pytest.raises(ConvertError, match=word):
+                load_torch(source, model)
     first.unlink()
     with pytest.raises(ConvertError, match="Add missing shards"):
         load_torch(source, model)
