@@ -205,16 +205,11 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
         assert not (tmp_path / "b.pt").exists()
 
 
-def test_limits_of_reading_a_template_can_be_changed(tmp_path):
+def test_template_is_read_within_limits_and_is_not_a_checkpoint(tmp_path, capsys):
     assert main(paths(tmp_path, usual())) == 0
     build_optimizer(tmp_path / "run")
-    few = pt.Limits(operations=5)
     with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
-        build_optimizer(tmp_path / "run", limits=few)
-
-
-def test_template_is_not_mistaken_for_a_checkpoint(tmp_path, capsys):
-    assert main(paths(tmp_path, usual())) == 0
+        build_optimizer(tmp_path / "run", limits=pt.Limits(operations=5))
     file = str(tmp_path / "run" / TEMPLATE)
     where = ["--torch-path", file, "--mlx-path", str(tmp_path / "b"), *SMALL]
     assert "is a template. Pass the PyTorch" in fails(capsys, *where)
