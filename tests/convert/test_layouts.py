@@ -128,7 +128,7 @@ def test_wrapper_prefixes_are_removed_from_names_and_restored(wrapped, renamed):
     assert plan.entries.keys() | set(plan.torch_only) == tensors.keys()
 
 
-def test_error_names_missing_and_extra_tensors_and_wrong_shapes():
+def test_error_names_missing_extra_and_equal_names_and_wrong_shapes():
     tensors = net_tensors()
     del tensors["blocks.1.bias"]
     tensors["head.weight"] = mx.zeros((2, 2))
@@ -140,18 +140,15 @@ def test_error_names_missing_and_extra_tensors_and_wrong_shapes():
     ):
         with pytest.raises(ConvertError, match=word):
             make_plan(net_tensors() | {name: mx.zeros(shape)}, Net())
+    two = {"a": mx.zeros(2), "b": mx.zeros(2)}
+    with pytest.raises(ConvertError, match="would both become table"):
+        make_plan(two, custom(2), Options(rename=lambda _: "table"))
 
 
 def test_dropped_tensors_are_kept_for_pytorch_only():
     extra = {"mask": mx.zeros((2, 2)), "blocks.0._extra_state": mx.zeros(3, mx.uint8)}
     plan = make_plan(net_tensors() | extra, Net(), Options(drop=("mask",)))
     assert plan.torch_only == tuple(extra)
-
-
-def test_renaming_two_tensors_to_one_name_is_refused():
-    tensors = {"a": mx.zeros(2), "b": mx.zeros(2)}
-    with pytest.raises(ConvertError, match="would both become a"):
-        make_plan(tensors, Holder({"a": tensors["a"]}), Options(rename=lambda _: "a"))
 
 
 def test_square_weights_beside_transposed_ones_are_reported():

@@ -204,10 +204,7 @@ def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
 
 
 def test_shared_state_dict_is_one_model(tmp_path):
-    model = dict(small()[0])
-    pt.save(tmp_path / "a.pt", {"state_dict": model, "model": model})
-    mine = Small()
-    run = load_torch(tmp_path / "a.pt", mine)
-    save_torch(tmp_path / "b.pt", mine, like=run.template)
+    model = small()[0]
+    there_and_back(tmp_path, {"state_dict": model, "model": model})
     back = pt.load(tmp_path / "b.pt")
     assert back["model"] is back["state_dict"]
