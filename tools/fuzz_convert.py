@@ -145,7 +145,7 @@ def convert_tree(tree: Any, folder: Path) -> None:
     if template.groups:
         run = run._replace(optimizer=flat, description=_description(template))
     write_run(folder / "out.pt", template, run, overwrite=True)
-    template.drop_tensors([], weights)
+    template.drop_tensors(set(), weights.keys())
     from_object(to_object(template), folder)
 
 
@@ -159,7 +159,7 @@ def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     template, _ = make_template(tree, model, Options())
     flat = template.optimizer_state()
     run = gather(model)._replace(optimizer=flat, description=_description(template))
-    template.drop_tensors([], template.weights())
+    template.drop_tensors(set(), template.weights().keys())
     damaged = from_object(mutate(to_object(template), rng) or {}, folder)
     write_run(folder / "out.pt", damaged, run, overwrite=True)
 

@@ -302,7 +302,8 @@ def build(
 
 
 def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
-    own: list[Rate] = [number(group.settings["lr"]) for group in groups]
+    # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array in MLX.
+    own: list[Rate] = [float(number(group.settings["lr"])) for group in groups]
     if given is None:
         return own
     # In the first step of a warmup all rates are 0, and only initial_lr differs.

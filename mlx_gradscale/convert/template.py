@@ -1,7 +1,7 @@
 """A PyTorch checkpoint as a template for conversion to MLX and back."""
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,22 +84,21 @@ class Template:
         held = get(self.checkpoint, self.sections.scaler)
         return read_state({k: number(x) for k, x in held.items()}, "torch")
 
-    def drop_tensors(self, rounded: Iterable[str], trained: Iterable[str]) -> None:
+    def drop_tensors(self, rounded: Set[str], trained: Set[str]) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
         MLX holds all weights but those in ``rounded``, and the moments of the
         parameters in ``trained``, by their MLX names.
         """
         held = get(self.checkpoint, self.sections.model)
-        kept, owned = {*rounded}, {*trained}
         for name, entry in self.plan.entries.items():
-            if not kept & {*entry.mlx}:
+            if rounded.isdisjoint(entry.mlx):
                 held[name] = shape_of(held[name])
         for alias, name in self.plan.tied.items():
             held[alias] = held[name]
         for group in self.groups:
             for index, entry in group.entries.items():
-                slots = group.slots(index) if entry.mlx[0] in owned else {}
+                slots = group.slots(index) if entry.mlx[0] in trained else {}
                 slots |= {k: shape_of(slots[k]) for k in group.spec.slots if k in slots}
 
     def entries_beside(self) -> dict[str, Any]:

@@ -139,15 +139,17 @@ def test_step_counts_of_older_pytorch_versions_keep_their_type(step, tmp_path):
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-@pytest.mark.parametrize("lr", [0.001, torch.tensor(0.25)])
+@pytest.mark.parametrize("lr", [1, 0.001, torch.tensor(0.25)])
 def test_learning_rate_keeps_its_digits_and_type_until_mlx_changes_it(lr, tmp_path):
     mine = Mine(Side("Adam", lr=lr).steps(range(1)).save(tmp_path / "a.pt"))
+    assert build_optimizer(mine.run.template).learning_rate.dtype == mx.float32
     for rate, want in ((None, lr), (0.5, 0.5)):
         if rate is not None:
             mine.optimizer.learning_rate = rate
         back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
         got = back["optimizer"]["param_groups"][0]["lr"]
-        assert (got, type(got)) == (want, type(lr))
+        kind = float if (lr, rate) == (1, 0.5) else type(lr)  # 0.5 is no integer
+        assert (got, type(got)) == (want, kind)
 
 
 def test_settings_changed_in_mlx_are_written_back(tmp_path):
