@@ -154,13 +154,13 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
 def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in SECTIONS}
     keys = {name: key for name, key in keys.items() if key is not None}
-    names = arguments.names.read_text().split() if arguments.names else None
+    names = tuple(arguments.names.read_text().split()) if arguments.names else None
     return Options(
         rename=partial(_rename, arguments.rename) if arguments.rename else str,
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,
-        names=tuple(names) if names is not None else None,
+        names=names,
         optimizer=arguments.optimizer,
         accept=tuple(arguments.accept),
         limits=read_limits(arguments.limit),
@@ -189,7 +189,6 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Convert a PyTorch checkpoint to an MLX checkpoint and its template."""
     source, path = arguments.torch_path, arguments.mlx_path
     check_folder(path, lambda name: bool(_OWN.fullmatch(name)), arguments.overwrite)
     check_writable(path)
@@ -243,7 +242,6 @@ def _advice(path: str, run: TorchRun) -> list[str]:
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
-    """Convert an MLX checkpoint to a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     target, dry_run = arguments.torch_path, arguments.dry_run
     check_writable(target)

@@ -228,7 +228,6 @@ def _matches(pattern: str, names: Collection[str]) -> list[str]:
 def _given_layouts(
     patterns: Mapping[str, str], tensors: Mapping[str, mx.array]
 ) -> dict[str, str]:
-    """Return the layouts that the user gave, by PyTorch name."""
     found: dict[str, str] = {}
     for pattern, layout in patterns.items():
         if layout not in AXES:

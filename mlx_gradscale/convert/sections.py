@@ -90,7 +90,7 @@ def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of all dicts that look like sections, by kind of section."""
-    kinds = ("optimizer", "scaler", "moments", "model", "mixed")
+    kinds = (*SECTIONS, "moments", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     seen: set[int] = set()
     for path, value in walk(checkpoint, seen=seen):
@@ -106,7 +106,6 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
 
 
 def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
-    """Return the kind of section that a dict looks like, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
     if _is_scaler(value):

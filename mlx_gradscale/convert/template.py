@@ -47,6 +47,7 @@ class Template:
         kind = self.options.optimizer
         for path in self.sections.optimizers:
             self.groups += read_groups(get(self.checkpoint, path), kind)
+        self.scaler_state()  # raises if it is damaged
 
     def __getitem__(self, key: Any) -> Any:
         return self.checkpoint[key]
@@ -93,13 +94,15 @@ class Template:
         held = get(self.checkpoint, self.sections.model)
         for name, entry in self.plan.entries.items():
             if rounded.isdisjoint(entry.mlx):
-                held[name] = shape_of(held[name])
+                held[name] = TensorShape.of(held[name])
         for alias, name in self.plan.tied.items():
             held[alias] = held[name]
         for group in self.groups:
             for index, entry in group.entries.items():
                 slots = group.slots(index) if entry.mlx[0] in trained else {}
-                slots |= {k: shape_of(slots[k]) for k in group.spec.slots if k in slots}
+                for slot in group.spec.slots:
+                    if slots.get(slot) is not None:
+                        slots[slot] = TensorShape.of(slots[slot])
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries outside the model, optimizers and scaler, by path."""
@@ -118,11 +121,6 @@ class Template:
             if not (id(value) in used or id(value) in above)
             and not (outer == model and is_tensor(value))
         }
-
-
-def shape_of(value: Any) -> Any:
-    """Return the shape of a tensor; return other values unchanged."""
-    return TensorShape.of(value) if isinstance(value, mx.array) else value
 
 
 def make_template(
@@ -151,7 +149,6 @@ def make_template(
         names, doubts = template.order().find(options, model, is_ordered)
         template.assign(names)
         notes += optimizers.check_groups(template.groups, options.accept) + doubts
-    template.scaler_state()  # raises if it is damaged
     schedules = [
         path
         for path, value in template.entries_beside().items()
