@@ -15,7 +15,7 @@ from ..core.scaler import GradScaler
 from ..core.trees import restore, snapshot
 from ..files.text import list_some
 from .folder import read_torch
-from .optimizers import Rate
+from .optimizers import Rate, to_mlx
 from .options import Options
 from .template import Template, make_template
 from .template_file import build_optimizer, is_template
@@ -134,7 +134,7 @@ def load_torch(
 
 def _fill(model: nn.Module, optimizer: Optimizer | None, template: Template) -> None:
     """Move a template's arrays to the model and the optimizer."""
-    weights = template.weights()
+    weights = template.plan.to_mlx(template.tensors())
     template.plan.change_model()
     trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
     rounded: set[str] = set()
@@ -152,7 +152,7 @@ def _fill(model: nn.Module, optimizer: Optimizer | None, template: Template) -> 
 
 
 def _load_optimizer(optimizer: Optimizer, template: Template, model: nn.Module) -> None:
-    flat = template.optimizer_state()
+    flat = to_mlx(template.groups, template.tensors())
     optimizer.init(model.trainable_parameters())
     own = dict(tree_flatten(optimizer.state))
     # The optimizer was built with the right learning rate or schedule.

@@ -41,11 +41,6 @@ class Sections:
     scaler: Path | None
     notes: list[str]
 
-    def paths(self) -> list[Path]:
-        """Return the paths of all sections."""
-        scalers = [] if self.scaler is None else [self.scaler]
-        return [self.model, *self.optimizers, *scalers]
-
 
 def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
     """Find the model, optimizers and scaler by content, or by the user's keys."""

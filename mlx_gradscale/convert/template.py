@@ -70,14 +70,6 @@ class Template:
         self.names, step = names, trainer_state(self.checkpoint).get("global_step")
         optimizers.plan_groups(self.groups, names, self.plan.entries, step)
 
-    def weights(self) -> dict[str, mx.array]:
-        """Return the model's weights as MLX arrays, by their MLX names."""
-        return self.plan.to_mlx(self.tensors())
-
-    def optimizer_state(self) -> dict[str, mx.array]:
-        """Return the flat MLX optimizer state, empty if there is no optimizer."""
-        return optimizers.to_mlx(self.groups, self.tensors())
-
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the state dict for a ``GradScaler``, or None if there is no scaler."""
         if self.sections.scaler is None:
@@ -106,7 +98,9 @@ class Template:
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries outside the model, optimizers and scaler, by path."""
-        model, paths = self.sections.model, self.sections.paths()
+        sections, model = self.sections, self.sections.model
+        scalers = [] if sections.scaler is None else [sections.scaler]
+        paths = [model, *sections.optimizers, *scalers]
         used = {id(get(self.checkpoint, path)) for path in paths}
         # At the top level, the model's tensors are mixed with other entries.
         above: dict[int, Path] = {} if model else {id(self.checkpoint): ()}

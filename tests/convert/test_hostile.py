@@ -18,6 +18,7 @@ from mlx_gradscale.convert import (
     load_torch,
     main,
 )
+from mlx_gradscale.convert.optimizers import to_mlx
 from mlx_gradscale.convert.save import gather, write_run
 from mlx_gradscale.convert.template import make_template
 from mlx_gradscale.convert.template_file import TEMPLATE
@@ -109,8 +110,10 @@ def attempt(checkpoint):
         tensors = checkpoint.get("model", small()[0])
         model = Holder({n: x for n, x in tensors.items() if not n.startswith("lost")})
         template, _ = make_template(checkpoint, model, Options())
-        template.optimizer_state()
-        write_run("out.pt", template, gather(Holder(template.weights())), dry_run=True)
+        tensors = template.tensors()
+        to_mlx(template.groups, tensors)
+        run = gather(Holder(template.plan.to_mlx(tensors)))
+        write_run("out.pt", template, run, dry_run=True)
     except ConvertError as error:
         return str(error)
     return ""
