@@ -402,11 +402,10 @@ def test_run_that_skips_every_step_warns_during_training_and_at_the_end(compiled
             step(*batch(i, dtype=mx.float16))
             mx.eval(state)
     assert here.report()[1] == "AdamW: 0 steps applied, 120 skipped"
-    first, *others, last = (str(each.message) for each in warned)
+    first, skips, last = (str(each.message) for each in warned)
     assert first.startswith("The loss or the gradients of the first batch are non-fin")
-    assert len([text for text in others if "steps in a row" in text]) == len(others) > 0
-    # One for the model's scaler, and one for the optimizer's.
-    assert len(others) <= 2
+    # Once, although the model and the optimizer have a scaler each.
+    assert "At least 50 steps in a row" in skips
     assert "not trained: AdamW skipped 120 of 120 steps because" in last
     assert first.endswith('pass float32_layers="auto".')
     assert last.endswith('pass float32_layers="auto".')
