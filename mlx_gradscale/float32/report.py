@@ -100,6 +100,17 @@ class Float32Search:
         return "\n".join([*cost, f"{add}, and before it is compiled:", *lines])
 
     @property
+    def summary(self) -> list[str]:
+        """The layers in ``where`` and the reason for each, as lines of text."""
+        if not self.where:
+            return ["Every layer can compute in half precision."]
+        lines = ["These layers must compute in float32:"]
+        for entry, why in self.reasons.items():
+            model = "" if entry.partition(TO)[0] else "(model)"
+            lines.append(f"  {model}{entry}: {why}")
+        return lines
+
+    @property
     def cost(self) -> str:
         """How much of the model stays in half precision, and what to do if little."""
         if any(not entry.partition(TO)[0] for entry in self.where):
@@ -127,12 +138,7 @@ class Float32Search:
     def __str__(self) -> str:
         if self.problem:
             return f"Computing layers in float32 does not help. {self.problem}"
-        lines = ["Every layer can compute in half precision."]
-        if self.where:
-            lines = ["These layers must compute in float32:"]
-        for entry, why in self.reasons.items():
-            model = "" if entry.partition(TO)[0] else "(model)"
-            lines.append(f"  {model}{entry}: {why}")
+        lines = self.summary
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines += [f"Loss {', '.join(losses)}.", *filter(None, [self.line])]
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]

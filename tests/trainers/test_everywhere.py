@@ -292,7 +292,7 @@ def test_auto_says_how_to_search_again_if_later_steps_are_skipped():
         for i in range(15):
             inputs = *batch(i, dtype=mx.float16), mx.array(1.0 if i < 3 else INF)
             optimizer.update(model, gradient(*inputs)[1])
-    assert here.report()[0] == "All layers compute in half precision."
+    assert here.report()[0] == "Every layer can compute in half precision."
     assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
     with (
         pytest.raises(ValueError, match="does not help"),
