@@ -246,7 +246,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model, a loss and one batch, with options for ``GradScaler.value_and_grad``.
+    """A model, a loss and one batch, with the casts of ``value_and_grad``.
 
     If ``reference`` is a float32 run, all values are compared with that run, and the
     relative difference of the loss may be at most ``tolerance``, and that of the
@@ -257,9 +257,7 @@ class Trial:
     loss_fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    compute_dtype: mx.Dtype | None = None
-    cast_inputs: bool = True
-    keep: Callable[[str, mx.array], bool] | None = None
+    casting: Casting = field(default_factory=Casting)
     reference: Run | None = None
     tolerance: float = 0.0
     name: str = "The batch"
@@ -268,7 +266,7 @@ class Trial:
     def maximum(self) -> float:
         """bfloat16's largest finite number for a bfloat16 model, else float16's."""
         own = {x.dtype for x in leaves(self.model.parameters())}
-        dtypes = own if self.compute_dtype is None else {self.compute_dtype}
+        dtypes = {self.casting.compute_dtype} if self.casting.compute_dtype else own
         is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
         return float(mx.finfo(mx.bfloat16 if is_wide else mx.float16).max)
 
@@ -315,19 +313,15 @@ class Trial:
         with preserved(self.model):
             # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
-            given = self.args, self.kwargs
-            given = tree_map(Casting(mx.float32).cast, given, is_leaf=is_opaque)
-            options: Any = {"compute_dtype": mx.float32, "cast_inputs": False}
-            return Trial(self.model, self.loss_fn, *given, **options).run([])
+            casting = Casting(mx.float32, cast_inputs=False)
+            given: Any = self.args, self.kwargs
+            args, kwargs = tree_map(casting.cast, given, is_leaf=is_opaque)
+            return Trial(self.model, self.loss_fn, args, kwargs, casting).run([])
 
     def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
         """Lazily compute the loss and its unscaled gradients; suppress warnings."""
         loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
-            self.model,
-            self.loss_fn,
-            self.compute_dtype,
-            keep=self.keep,
-            cast_inputs=self.cast_inputs,
+            self.model, self.loss_fn, **self.casting._asdict()
         )
         with warnings.catch_warnings():
             # Warnings from trial runs would repeat what the reports say.

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from support.helpers import model_state
 
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
+from mlx_gradscale.float32 import progress
 from mlx_gradscale.float32.trial import Trial, relative_distance
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,15 +60,18 @@ def make(gain=1.0, dtype=HALF, model=None):
 X = mx.random.normal((4, 8), key=mx.random.key(0)).astype(HALF)
 
 
-def test_model_without_overflow_needs_no_float32_layers_and_each_run_is_logged(caplog):
+def test_model_without_overflow_needs_no_float32_layers_and_each_run_is_shown(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(progress, "_DELAY", 0.0)
     model, loss_fn = make()
     before = model_state(model)
-    with caplog.at_level("INFO"):
-        found = find_float32_layers(model, loss_fn, [X, X * 2])
+    found = find_float32_layers(model, loss_fn, [X, X * 2])
     how = ["1 of 2 in float32", "2 of 2 in float32"]
     how += [f"{i} of 2 in half precision at 2^16" for i in (1, 2)]
     runs = [f"run {i}: Batch {text}" for i, text in enumerate(how, start=1)]
-    assert caplog.messages == [f"Search for float32 layers, {run}" for run in runs]
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [f"Search for float32 layers, {run}" for run in runs]
     assert model_state(model) == before
     assert (found.where, found.problem) == ([], "")
     assert "Every layer can compute in half precision" in str(found)
