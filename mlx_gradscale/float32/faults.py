@@ -49,7 +49,13 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        text = f"The parameters contain NaN or inf in {names}. Restore a checkpoint."
+        remedy = "Restore an earlier checkpoint."
+        if not any(leaf.nan for leaf in leaves):
+            remedy = (
+                "If a cast to float16 made them inf, train in bfloat16 or float32. "
+                "Otherwise, restore an earlier checkpoint."
+            )
+        text = f"The parameters contain NaN or inf in {names}. {remedy}"
         paths = [path for path, _ in ordered_modules(trial.model)]
         return Fault("parameters", owner_of(paths, leaves[0].path), text)
     return _first_fault(run)

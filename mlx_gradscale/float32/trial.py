@@ -39,17 +39,10 @@ _GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
 class Value:
     """Statistics of a layer's input or output, or of an unscaled gradient.
 
-    Attributes:
-        path (str): The path of the layer, or of the parameter.
-        caller (str or None): The layer that made the call or owns the parameter; None
-            for the loss function.
-        side (str): "input", "output", "input gradient", "output gradient" or "parameter
-            gradient".
-        has_gradient (bool): Whether this is a gradient, or its gradient was computed.
-        other (Value or None): The same value in the reference run, if any.
-        counts (NonFinite): How many elements are NaN or inf.
-        largest (float): The largest finite magnitude.
-        maximum (float): The largest finite element, with its sign.
+    ``path`` is that of the layer or the parameter. ``caller`` is the layer that made
+    the call or owns the parameter, or None for the loss function. ``side`` is "input",
+    "output", or one of the keys with "gradient" in ``faults._describe``. ``other`` is
+    the same value in the reference run, if any.
     """
 
     def __init__(
@@ -138,15 +131,9 @@ class Call:
 class Run:
     """The measurements of one forward and backward pass, with gradients unscaled.
 
-    Attributes:
-        values (dict): All values in the order of computation, with keys that are the
-            same in every run.
-        loss_call (Call): The call to the loss function, which contains all other calls.
-        reference (Run or None): The float32 run to compare with, if any.
-        forward (list): The inputs and outputs of all layers.
-        backward (list): Their gradients, then those of the parameters.
-        gradients (list): The gradients of the parameters.
-        expected_loss (float): The loss of the reference or, without one, of this run.
+    ``values`` has all values in the order of computation, with keys that are the same
+    in every run. ``loss_call`` is the call to the loss function, which contains all
+    other calls. Without a reference run, ``expected_loss`` is the loss of this run.
     """
 
     def __init__(self, trial: "Trial", scale: float):

@@ -67,10 +67,11 @@ def test_calibrate_raises_if_a_batch_overflows_at_every_scale():
     assert scaler.get_scale() == 8.0
 
 
-def test_calibrated_scale_respects_the_limits_of_the_scaler():
+def test_calibrated_scale_is_within_the_limits_of_the_scaler_and_one_if_disabled():
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     scaler = GradScaler(8.0, max_scale=16.0)
     assert calibrate(scaler, model, mse(model), *data) == scaler.get_scale() == 16.0
+    assert calibrate(GradScaler(enabled=False), None, None) == 1.0
 
 
 def test_calibrate_casts_like_value_and_grad():
@@ -85,7 +86,3 @@ def test_calibrate_casts_like_value_and_grad():
     with pytest.raises(ValueError, match="loss on this batch is nan"):
         calibrate(scaler, model, loss_fn, x, y, **options)
     assert calibrate(scaler, model, loss_fn, x, y, cast_inputs=False, **options)
-
-
-def test_calibrating_a_disabled_scaler_returns_one():
-    assert calibrate(GradScaler(enabled=False), None, None) == 1.0

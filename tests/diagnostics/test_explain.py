@@ -189,14 +189,6 @@ def test_overflow_of_either_sign_in_a_frozen_layer_is_not_mistaken_for_a_mask(si
     assert report.fix == ["layers.0 to layers.1"]
 
 
-def test_explain_overflow_accepts_auxiliary_outputs_and_keywords():
-    def loss_fn(model, x, *, gain):
-        return gain * mean_square(model, x), mx.array(4)
-
-    report = explain(Net(), 1.0, loss_fn, gain=0.5)
-    assert (report.cause, report.loss) == ("nothing", 0.5)
-
-
 @pytest.mark.compiles
 def test_explain_overflow_sees_checkpointed_and_compiled_layers():
     model = Net(fc1=1e4)

@@ -254,7 +254,7 @@ def cast_in_the_loss(model, loss_fn):
 
 
 HOPELESS = {
-    "weights": (break_weight, "in layers.1.weight. Restore a"),
+    "weights": (break_weight, "in layers.1.weight. Restore an"),
     "batch": (lambda _, loss_fn: (loss_fn, X * float("inf")),
         r"NaN or inf in args\[0\]"),
     "logarithm": (lambda _, loss_fn: (lambda x: mx.log(loss_fn(x) * 0), X),
