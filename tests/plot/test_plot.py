@@ -17,19 +17,18 @@ from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
 
 matplotlib = pytest.importorskip("matplotlib")
 
-CSV = """step,scale,applied,grad_norm,loss
-1,65536.0,1,1.0,4.0
-2,32768.0,0,nan,inf
-3,16384.0,0,,2.0
-4,16384.0,1,0.5,1.0
-"""
+ROWS = "1,65536.0,1,1.0,4.0", "2,32768.0,0,nan,inf", "3,16384.0,0,,2.0"
+
+
+def write_history(folder, rows):
+    path = folder / "run.csv"
+    path.write_text("\n".join(["step,scale,applied,grad_norm,loss", *rows, ""]))
+    return path
 
 
 @pytest.fixture
 def run(tmp_path):
-    path = tmp_path / "run.csv"
-    path.write_text(CSV)
-    return path
+    return write_history(tmp_path, [*ROWS, "4,16384.0,1,0.5,1.0"])
 
 
 def texts(figure):
@@ -55,11 +54,9 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
 
 
 def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
-    path = tmp_path / "run.csv"
     losses = [math.nan if 300 <= i < 400 else 5.0 + (-1) ** i for i in range(1000)]
-    rows = [f"{i},65536.0,1,,{loss}\n" for i, loss in enumerate(losses)]
-    path.write_text("step,scale,applied,grad_norm,loss\n" + "".join(rows))
-    axes = plot_history(path).axes[0]
+    rows = [f"{i},65536.0,1,,{loss}" for i, loss in enumerate(losses)]
+    axes = plot_history(write_history(tmp_path, rows)).axes[0]
     raw, mean = axes.get_lines()
     assert (raw.get_alpha(), mean.get_alpha()) == (0.35, None)
     values = mean.get_ydata()
@@ -70,9 +67,7 @@ def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
 
 
 def test_constant_scale_has_one_tick_per_power(tmp_path):
-    path = tmp_path / "run.csv"
-    rows = [f"{i},65536.0,1,,1.0\n" for i in range(9)]
-    path.write_text("step,scale,applied,grad_norm,loss\n" + "".join(rows))
+    path = write_history(tmp_path, [f"{i},65536.0,1,,1.0" for i in range(9)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure = plot_history(path, tmp_path / "run.png")
