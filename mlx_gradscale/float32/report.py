@@ -31,27 +31,20 @@ class Row:
         largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether this is a float32 layer, or inside one.
         maximum (float): The largest finite number of the dtype: 65504 for float16.
-        is_selected (bool): Whether this path is itself an entry of ``where``.
+        overflows_inside (bool): Whether the layer was selected although its inputs and
+            outputs fit. Usually, an intermediate result overflows or comes close.
     """
 
     layer: str
     largest: float
     is_float32: bool
     maximum: float = 65504.0
-    is_selected: bool = False
+    overflows_inside: bool = False
 
     @property
     def headroom(self) -> float:
         """``log2(maximum / largest)``, the number of doublings before an overflow."""
         return math.log2(self.maximum / self.largest) if self.largest else math.inf
-
-    @property
-    def overflows_inside(self) -> bool:
-        """Whether the layer was selected although its inputs and outputs fit.
-
-        Usually, an intermediate result inside the layer overflows or comes close.
-        """
-        return self.is_selected and self.largest <= self.maximum
 
 
 @dataclass(frozen=True)

@@ -213,10 +213,11 @@ class _Search:
         largest: dict[str, float] = {}
         for x in (x for run in self.references for x in run.forward):
             largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
-        rows = [
-            Row(path, size, is_inside(path, *inside), self._maximum, path in where)
-            for path, size in largest.items()
-        ]
+        rows = []
+        for path, size in largest.items():
+            overflows_inside = path in where and size <= self._maximum
+            is_float32 = is_inside(path, *inside)
+            rows.append(Row(path, size, is_float32, self._maximum, overflows_inside))
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from ..core.forward import Casting, is_opaque
 from ..core.gradients import loss_of
@@ -256,12 +256,6 @@ class Trial:
         dtypes = {self.casting.compute_dtype} if self.casting.compute_dtype else own
         is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
         return float(mx.finfo(mx.bfloat16 if is_wide else mx.float16).max)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The leaves of the arguments by path, such as ``args[1].mask``."""
-        tree = {f"args[{i}]": x for i, x in enumerate(self.args)} | self.kwargs
-        return dict(tree_flatten(tree, is_leaf=is_opaque))
 
     def run(
         self,
