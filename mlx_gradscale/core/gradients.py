@@ -64,6 +64,7 @@ class Backward:
         # The container's id and the key of each parameter that any such pass unscales.
         self._places: set[Any] = set()
         self._has_derivative = False
+        self._has_seen_loss = False
         self.warn_once = WarnOnce()
 
     def value_and_grad(
@@ -211,7 +212,11 @@ class Backward:
         return 1.0 / self._state["scale"]
 
     def _warn_about_loss(self, loss: mx.array) -> None:
-        if loss.dtype == mx.float16:
+        if self._has_seen_loss:
+            return
+        self._has_seen_loss = True  # so that the scale is read only once
+        scale = read(self._state["scale"]) if loss.dtype == mx.float16 else 0.0
+        if scale is None or scale > 65504:
             self.warn_once(
                 "float16 loss",
                 "The loss is float16, so the backward pass overflows and steps are "

@@ -1,5 +1,6 @@
 """Models and losses that change lists, share names with states, or call themselves."""
 
+import warnings
 from contextlib import nullcontext
 
 import mlx.core as mx
@@ -107,3 +108,15 @@ def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
         optimizer.state = plain.state
         optimizer.init(weights)
     assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32
+
+
+def test_float16_loss_is_warned_about_only_if_the_scale_does_not_fit_float16():
+    for scale, n_warnings in ((2.0**16, 1), (512.0, 0)):
+        scaler, model = GradScaler(scale), nn.Linear(1, 1)
+        model.set_dtype(mx.float16)
+        gradient = scaler.value_and_grad(model, lambda x, m=model: m(x).sum())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gradient(mx.ones((1, 1), mx.float16))
+            gradient(mx.ones((1, 1), mx.float16))
+        assert len([w for w in caught if "loss is float16" in str(w)]) == n_warnings
