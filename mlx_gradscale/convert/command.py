@@ -306,7 +306,7 @@ def _model(place: str | None) -> Any:
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
-    """Build an mlx-lm model from its ``config.json``; load no weights.
+    """Build an mlx-lm model from its ``config.json`` without loading its weights.
 
     Nothing in the folder is executed: a custom ``model_file`` is refused.
     """

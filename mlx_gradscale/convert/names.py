@@ -309,7 +309,7 @@ def _check_names(
     if problems:
         drop = ", or ignore them with drop=... (--drop)" if lost else ""
         raise ConvertError(
-            f"{' '.join(problems)} Rename tensors with rename=... (--rename; "
-            f"'^net[.]=' removes a prefix){drop}. "
+            f"{' '.join(problems)} Pass rename=... (or --rename '^net[.]=' to drop the "
+            f"prefix 'net.'){drop}. "
             "Recurrent layers and parametrized or pruned weights cannot be converted."
         )

@@ -415,7 +415,7 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and step skipping, but no loss scaling.
 
-    Use it with bfloat16, which has the range of float32 and needs no loss scaling. Get
+    Use it with bfloat16, which has the same range as float32 and needs no loss scaling. Get
     the gradients from ``nn.value_and_grad``. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
 
@@ -499,4 +499,6 @@ def _check_array(path: str, x: Any) -> None:
         raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
     # The gradient norm of a skipped step is non-finite.
     if path != "grad_norm" and not all_finite(x):
-        raise ValueError(f"{path!r} in the state is non-finite. Load an earlier state.")
+        raise ValueError(
+            f"The state contains non-finite values in {path!r}. Load an earlier one."
+        )
