@@ -415,8 +415,8 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and step skipping, but no loss scaling.
 
-    Use it with bfloat16, which has the same range as float32 and needs no loss scaling. Get
-    the gradients from ``nn.value_and_grad``. Equivalent to
+    Use it with bfloat16, which has the same range as float32 and needs no loss scaling.
+    Get the gradients from ``nn.value_and_grad``. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
 
     Args:

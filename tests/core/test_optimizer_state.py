@@ -170,12 +170,12 @@ BIAS = "layers.0.bias"
         (
             f"masters.{BIAS}",
             mx.full((16,), NAN),
-            f"non-finite values in 'masters.{BIAS}'",
+            f"non-finite .*'masters.{BIAS}'",
         ),
         (
             f"optimizer.{BIAS}.v",
             mx.full((16,), INF),
-            f"non-finite values in .*{BIAS}.v'",
+            f"non-finite .*{BIAS}.v'",
         ),
         ("scaler.scale", mx.array(0.0), "scale must be between"),
         ("scaler.scale", None, "scaler.scale"),
