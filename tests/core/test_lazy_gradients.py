@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from support.helpers import INF, Mlp, batch, mse
+from support.optimizer_helpers import loop_of
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
@@ -68,26 +69,19 @@ CHANGES = [
 ]
 
 
+WRAPPERS = ["wrapper", "norm"]
+
+
 def train(change, compiled, source, dtype, steps=3):
     """Parameters in float32 after some steps of SGD, loss scaling or not."""
     mx.random.seed(7)
-    model = Mlp(dtype=mx.float32 if source == "plain" else dtype)
-    if source == "plain" and dtype != mx.float32:
-        # The same rounded start, computed in float32.
-        model.set_dtype(dtype)
+    model = Mlp(dtype=dtype)
+    if source == "plain":  # the same rounded start, computed in float32
         model.set_dtype(mx.float32)
-    inner = optimizer = optim.SGD(0.1)
-    scaler = GradScaler(SCALE)
-    if source == "plain":
-        loss_and_grad, update = nn.value_and_grad(model, mse(model)), inner.update
-    elif source == "scaler":
-        loss_and_grad = scaler.value_and_grad(model, mse(model))
-        update = lambda model, grads: scaler.minimize(inner, model, grads)  # noqa: E731
-    else:
-        norm = INF if source == "norm" else None
-        optimizer = LossScaleOptimizer(inner, scaler, max_grad_norm=norm)
-        loss_and_grad = optimizer.value_and_grad(model, mse(model))
-        update = optimizer.update
+    scaler, norm = GradScaler(SCALE), INF if source == "norm" else None
+    optimizer, loss_and_grad, update = loop_of(
+        source, model, optim.SGD(0.1), scaler, max_grad_norm=norm
+    )
     optimizer.init(model.trainable_parameters())
 
     def step(x, y):
@@ -100,37 +94,30 @@ def train(change, compiled, source, dtype, steps=3):
         step = mx.compile(step, inputs=state, outputs=state)
     for seed in range(steps):
         step(*batch(seed, dtype=mx.float32 if source == "plain" else dtype))
-    parameters = model.parameters()
-    if isinstance(optimizer, LossScaleOptimizer):
-        parameters = optimizer.masters(parameters)
-    return {path: np.array(x) for path, x in tree_flatten(parameters)}
+    masters = getattr(optimizer, "masters", lambda parameters: parameters)
+    return {path: np.array(x) for path, x in tree_flatten(masters(model.parameters()))}
 
 
 @pytest.mark.parametrize(
-    ("source", "dtype"),
+    ("change", "source", "dtype", "compiled"),
     [
-        *[(source, mx.float32) for source in ("scaler", "wrapper", "norm")],
-        *[(source, mx.float16) for source in ("wrapper", "norm")],
+        *[(c, s, mx.float32, False) for c in CHANGES for s in ("scaler", *WRAPPERS)],
+        *[(c, s, mx.float16, False) for c in CHANGES for s in WRAPPERS],
+        *[
+            pytest.param(c, "wrapper", mx.float32, True, marks=pytest.mark.compiles)
+            for c in (leave, clip_norm, change_some, change_in_place)
+        ],
     ],
 )
-@pytest.mark.parametrize("change", CHANGES)
-def test_step_uses_gradients_as_changed_before_it(change, source, dtype):
+def test_step_uses_gradients_as_changed_before_it(change, source, dtype, compiled):
     expected = train(change, False, "plain", dtype)
     near = {"rtol": 1e-5, "atol": 1e-6}
     if change is cast:
         near["atol"] = 1e-3  # the bare optimizer multiplies in bfloat16
     if dtype == mx.float16:
         near = {"rtol": 0.02, "atol": 5e-3}
-    for path, x in train(change, False, source, dtype).items():
+    for path, x in train(change, compiled, source, dtype).items():
         assert np.allclose(x, expected[path], **near), path
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("change", [leave, clip_norm, change_some, change_in_place])
-def test_compiled_step_uses_gradients_as_changed_inside_it(change):
-    expected = train(change, False, "plain", mx.float32)
-    for path, x in train(change, True, "wrapper", mx.float32).items():
-        assert np.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
 
 
 def add_all(first, second):
@@ -185,23 +172,19 @@ def test_infinite_gradient_is_returned_as_nan_that_no_clip_can_hide(source, sign
     assert model.w.tolist() == [0.0, 0.0]
 
 
-def test_gradients_are_freed_after_their_step_without_the_garbage_collector():
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+def test_gradients_are_freed_after_their_step_without_the_garbage_collector(source):
+    model = Mlp()
+    _, loss_and_grad, update = loop_of(source, model, optim.SGD(0.1))
     gc.collect()
     gc.disable()
     try:
-        for wrap in (False, True):
-            model, scaler, inner = Mlp(), GradScaler(SCALE), optim.SGD(0.1)
-            optimizer = LossScaleOptimizer(inner, scaler) if wrap else inner
-            loss_and_grad = scaler.value_and_grad(model, mse(model))
-            for _ in range(3):
-                _, grads = loss_and_grad(*batch())
-                kept = [weakref.ref(g) for _, g in tree_flatten(grads)]
-                if wrap:
-                    optimizer.update(model, grads)
-                else:
-                    scaler.minimize(optimizer, model, grads)
-            del grads
-            assert not any(reference() for reference in kept)
+        for _ in range(3):
+            _, grads = loss_and_grad(*batch())
+            kept = [weakref.ref(g) for _, g in tree_flatten(grads)]
+            update(model, grads)
+        del grads
+        assert not any(reference() for reference in kept)
     finally:
         gc.enable()
 
@@ -219,15 +202,11 @@ def weights_after(change, source="scaler"):
     model = nn.Module()
     model.w = mx.zeros((2, 2))
     values = mx.array([[1.0, 2.0], [3.0, 4.0]])
-    scaler, inner = GradScaler(SCALE), optim.SGD(1.0)
-    optimizer = LossScaleOptimizer(inner, scaler) if source == "wrapper" else inner
-    loss_and_grad = scaler.value_and_grad(model, lambda: mx.sum(model.w * values))
+    loss_fn = lambda: mx.sum(model.w * values)  # noqa: E731
+    _, loss_and_grad, update = loop_of(source, model, optim.SGD(1.0), loss_fn=loss_fn)
     _, grads = loss_and_grad()
     grads["w"] = change(grads["w"])
-    if source == "wrapper":
-        optimizer.update(model, grads)
-    else:
-        scaler.minimize(inner, model, grads)
+    update(model, grads)
     return -model.w, values
 
 

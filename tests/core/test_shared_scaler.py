@@ -1,14 +1,10 @@
 """Several optimizers, wrapped or plain, share one scaler: step each, update once."""
 
-import copy
-import pickle
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from support.helpers import INF, Mlp, batch, bits, mse
-from support.optimizer_helpers import wrapped
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 from mlx_gradscale.core.masters import to_float32
@@ -137,17 +133,6 @@ def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
         for _ in range(2):
             optimizer.apply_gradients(weights, weights)
         assert optimizer.masters(weights)["w"].item() == pytest.approx(1 - 2e-4)
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_copied_wrapper_uses_its_copied_scaler_alone(copied):
-    optimizer, weights = wrapped(optim.SGD(0.5)), {"w": mx.ones(1)}
-    other = copied(optimizer)
-    other.apply_gradients(weights, weights)
-    optimizer.apply_gradients(weights, weights)
-    assert other.step.item() == optimizer.step.item() == 1
 
 
 def test_multi_optimizer_of_wrappers_is_refused_when_it_is_used():

@@ -1,6 +1,9 @@
 """What the tests of ``LossScaleOptimizer`` share."""
 
+from functools import partial
+
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
@@ -14,6 +17,24 @@ def wrapped(inner=None, scale=1.0, **arguments):
     scaler = GradScaler(init_scale=scale)
     scaler.scale(mx.array(1.0))
     return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
+
+
+def loop_of(kind, model, inner, scaler=None, loss_fn=None, **arguments):
+    """Return what a loop of a kind calls: the optimizer, its gradients and its update.
+
+    The kinds are "plain", "scaler", "guarded" and, by any other name, a wrapper.
+    """
+    scaler, loss_fn = scaler or GradScaler(), loss_fn or mse(model)
+    if kind == "plain":
+        return inner, nn.value_and_grad(model, loss_fn), inner.update
+    if kind == "scaler":
+        update = partial(scaler.minimize, inner)
+        return inner, scaler.value_and_grad(model, loss_fn), update
+    if kind == "guarded":
+        optimizer = GuardedOptimizer(inner, **arguments)
+    else:
+        optimizer = LossScaleOptimizer(inner, scaler, **arguments)
+    return optimizer, optimizer.value_and_grad(model, loss_fn), optimizer.update
 
 
 class Training:
