@@ -53,6 +53,9 @@ def test_two_wrappers_grow_the_scale_once_per_iteration(compiled):
     pair = Pair(compiled)
     pair.run([()] * 8)
     assert pair.scaler.get_scale() == 2.0**12
+    pair.run([(0,)])
+    assert pair.scaler.get_scale() == 2.0**11
+    assert [optimizer.step.item() for optimizer in pair.optimizers] == [8, 9]
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
