@@ -164,7 +164,9 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
         GradScaler(**settings)
 
 
-@pytest.mark.parametrize("value", [128, 2**64, mx.array(128.0), mx.array([4.0])])
+@pytest.mark.parametrize(
+    "value", [128, 2**64, np.array(8.0), mx.array(128.0), mx.array([4.0])]
+)
 def test_setting_the_scale_discards_the_steps_since_the_last_update(value):
     scaler, optimizer = used(), optim.SGD(1.0)
     apply(scaler, optimizer, INF)
