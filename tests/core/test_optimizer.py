@@ -7,8 +7,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from support.helpers import INF, NAN, assert_near, gradients_like, parameters
-from support.optimizer_helpers import wrapped
+from support.helpers import INF, NAN, gradients_like, parameters
+from support.optimizer_helpers import assert_near, wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 

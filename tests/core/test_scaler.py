@@ -1,6 +1,5 @@
 """``GradScaler`` as a user meets it: scaling and stepping."""
 
-import warnings
 from collections import namedtuple
 
 import mlx.core as mx
@@ -9,9 +8,9 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
 from support.helpers import BAD_VALUES, INF, Mlp, batch, bits, mse, same
-from support.scaler_helpers import used
+from support.scaler_helpers import every_warning, used
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 Pair = namedtuple("Pair", "a b")
 
@@ -48,8 +47,7 @@ def test_float16_loss_warns_once_and_backs_off_until_it_fits():
         return mx.mean(mx.square(model(x) - y.astype(mx.float16)) * 0.01)
 
     loss_and_grad = scaler.value_and_grad(model, loss_fn)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with every_warning() as caught:
         for _ in range(6):
             _, gradients = loss_and_grad(x, y)
             scaler.minimize(optimizer, model, gradients)
@@ -104,13 +102,15 @@ def test_submodule_can_be_stepped_alone_or_through_the_whole_model():
     assert same(*found)
 
 
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "wrapper"])
 @pytest.mark.parametrize(
     ("scaled", "stepped"), [*[(1.0, value) for value in BAD_VALUES.values()], (INF, 0)]
 )
 def test_gradient_that_is_not_finite_before_or_after_clipping_is_skipped(
-    scaled, stepped
+    scaled, stepped, wrap
 ):
-    scaler, optimizer = used(), optim.SGD(1.0)
+    scaler = used()
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), scaler) if wrap else optim.SGD(1.0)
     scaler.unscale_(optimizer, {"w": mx.array([scaled])})
     gradients, weights = {"w": mx.array([float(stepped)])}, {"w": mx.array([1.0])}
     new = scaler.apply_gradients(optimizer, gradients, weights)
@@ -170,8 +170,7 @@ def test_half_precision_parameters_warn_once_about_master_weights():
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
     scaler = GradScaler(init_scale=256.0)
     loss_and_grad = scaler.value_and_grad(model, mse(model))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with every_warning() as caught:
         for seed in range(3):
             _, gradients = loss_and_grad(*batch(seed, dtype=mx.float16))
             assert scaler.minimize(optimizer, model, gradients).item()

@@ -86,18 +86,6 @@ def test_step_of_a_wrapper_uses_its_master_weights_and_clipping():
     assert weights.w.item() == 1.0
 
 
-def test_gradients_unscaled_for_a_wrapper_are_not_unscaled_again_by_its_step():
-    optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(1024.0))
-    scaler, weights = optimizer.scaler, {"w": mx.ones(1)}
-    gradients = mx.grad(lambda w: scaler.scale(0.5 * w["w"].sum()))(weights)
-    scaler.unscale_(optimizer, gradients)
-    assert scaler.apply_gradients(optimizer, gradients, weights)["w"].item() == 0.5
-    scaler.update()
-    scaler.unscale_(optimizer, {"w": mx.array([INF])})
-    scaler.apply_gradients(optimizer, {"w": mx.array([1.0])}, weights)
-    assert not scaler.last_step_applied.item()
-
-
 def test_update_of_a_wrapper_is_refused_while_another_optimizer_shares_its_scaler():
     pair = Pair(False)
     model, optimizer = pair.models[0], pair.optimizers[0]

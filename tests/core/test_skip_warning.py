@@ -1,12 +1,11 @@
 """A loop that only skips is warned by the core itself, without reading anything."""
 
-import warnings
-
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from support.helpers import INF, Mlp, batch, mse
 from support.optimizer_helpers import loop_of
+from support.scaler_helpers import every_warning
 
 from mlx_gradscale import GradScaler
 
@@ -29,8 +28,7 @@ def warnings_of(step, factors):
     """Return the step and the text of each warning."""
     found = []
     for i, factor in enumerate(factors):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with every_warning() as caught:
             step(factor)
         assert {w.filename for w in caught} <= {__file__}
         found += [(i + 1, str(w.message)) for w in caught]

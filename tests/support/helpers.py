@@ -121,14 +121,6 @@ def same(a, b):
     return bits(a) == bits(b)
 
 
-def assert_near(tree, expected, rtol=1e-5, atol=1e-6):
-    """Check that two trees have the same paths and nearly the same values."""
-    found, expected = dict(tree_flatten(tree)), dict(tree_flatten(expected))
-    assert found.keys() == expected.keys()
-    for path, x in found.items():
-        assert mx.allclose(x, expected[path], rtol=rtol, atol=atol).item(), path
-
-
 class Mlp(nn.Module):
     def __init__(self, width=16, dtype=mx.float32):
         super().__init__()

@@ -76,6 +76,14 @@ class Training:
         return bits([self.model.parameters(), self.optimizer.state])
 
 
+def assert_near(tree, expected, rtol=1e-5, atol=1e-6):
+    """Check that two trees have the same paths and nearly the same values."""
+    found, expected = dict(tree_flatten(tree)), dict(tree_flatten(expected))
+    assert found.keys() == expected.keys()
+    for path, x in found.items():
+        assert mx.allclose(x, expected[path], rtol=rtol, atol=atol).item(), path
+
+
 def arrays(tree):
     """The arrays of a state that holds other things too, by path."""
     return {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
@@ -125,8 +133,6 @@ def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
     if not compiled:
         assert bits(weights) == bits(expected)
         assert leaves_of(optimizer.optimizer.state) == leaves_of(bare.state)
-    expected = dict(tree_flatten(expected))
-    for path, x in tree_flatten(weights):
-        assert mx.allclose(x, expected[path], rtol=tolerance, atol=tolerance), path
+    assert_near(weights, expected, rtol=tolerance, atol=tolerance)
     assert optimizer.step.item() == steps - len(bad)
     return optimizer
