@@ -167,7 +167,7 @@ def test_written_bits_share_the_memory_of_the_weights(compiled):
 
 
 @each_kind
-def test_set_masters_replaces_the_master_weights(kind):
+def test_set_masters_replaces_the_master_weights_by_values_of_any_dtype(kind):
     optimizer = wrapped(optim.SGD(0.0), masters=kind)
     masters = {"w": mx.array([0.1, 0.2]), "full": mx.array([5.0])}
     weights = {"w": masters["w"].astype(mx.float16), "full": mx.array([5.0])}
@@ -177,19 +177,12 @@ def test_set_masters_replaces_the_master_weights(kind):
     new = optimizer.apply_gradients(tree_map(mx.zeros_like, masters), weights)
     assert same(new, weights)
     assert same(optimizer.masters(new), masters)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.int32])
-@each_kind
-def test_set_masters_stores_values_of_any_dtype_like_their_float32_values(kind, dtype):
-    weights = {"w": mx.array([2.0, 3.0], mx.float16)}
-    values = mx.array([2.0, 3.0]).astype(dtype)
-    found = []
-    for value in (values, values.astype(mx.float32)):
+    whole, found = {"w": mx.array([2.0, 3.0], mx.float16)}, []
+    for dtype in (mx.float32, mx.float16, mx.bfloat16, mx.int32):
         optimizer = wrapped(optim.SGD(0.0), masters=kind)
-        optimizer.set_masters(weights, {"w": value})
-        found.append(optimizer.state)
-    assert same(*found)
+        optimizer.set_masters(whole, {"w": whole["w"].astype(dtype)})
+        found.append(bits(optimizer.state))
+    assert found == found[:1] * 4
 
 
 @each_kind
@@ -219,23 +212,6 @@ def test_small_steps_accumulate_with_remainders_as_with_float32_master_weights(d
     # With 3,000 steps: 4e-14 of 2.2e-3 on the mean in float16, 2e-9 in bfloat16.
     assert mx.mean(moved).item() > 1e-4
     assert mx.mean(apart).item() < (1e-12 if dtype == mx.float16 else 2e-9)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@each_mode
-def test_skipped_step_keeps_nan_payloads_infinities_and_remainders(dtype, compiled):
-    training = Training(dtype=dtype, compiled=compiled, masters="remainder")
-    training.run(range(3))
-    layer = training.model.layers[0]
-    # Another NaN than arithmetic gives, an infinity, and a subnormal.
-    odd = mx.array([0x7E01, 0xFFC1, 0xFC00, 0x0001], mx.uint16).view(dtype)
-    layer.bias = mx.concatenate([odd, layer.bias[4:]])
-    before = bits([training.model.parameters(), training.optimizer.state["remainders"]])
-    moments = bits(training.optimizer.state["optimizer"])
-    training.run([7], bad=(7,))
-    state = training.optimizer.state
-    assert bits([training.model.parameters(), state["remainders"]]) == before
-    assert bits(state["optimizer"]) == moments
 
 
 @each_kind

@@ -19,7 +19,7 @@ def wrapped(inner=None, scale=1.0, **arguments):
     return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
 
 
-def loop_of(kind, model, inner, scaler=None, loss_fn=None, **arguments):
+def loop_of(kind, model, inner, scaler=None, loss_fn=None, dtype=None, **arguments):
     """Return what a loop of a kind calls: the optimizer, its gradients and its update.
 
     The kinds are "plain", "scaler", "guarded" and, by any other name, a wrapper.
@@ -29,12 +29,12 @@ def loop_of(kind, model, inner, scaler=None, loss_fn=None, **arguments):
         return inner, nn.value_and_grad(model, loss_fn), inner.update
     if kind == "scaler":
         update = partial(scaler.minimize, inner)
-        return inner, scaler.value_and_grad(model, loss_fn), update
+        return inner, scaler.value_and_grad(model, loss_fn, dtype), update
     if kind == "guarded":
         optimizer = GuardedOptimizer(inner, **arguments)
     else:
         optimizer = LossScaleOptimizer(inner, scaler, **arguments)
-    return optimizer, optimizer.value_and_grad(model, loss_fn), optimizer.update
+    return optimizer, optimizer.value_and_grad(model, loss_fn, dtype), optimizer.update
 
 
 class Training:
