@@ -40,15 +40,12 @@ MODES = {
 for half in (mx.float16, mx.bfloat16):
     name = str(half).removeprefix("mlx.core.")
     MODES[f"{name}, float32 masters"] = ({"dtype": half}, 16.5, 17.0)
+    small = {"dtype": half, "moments": "bfloat16"}
+    MODES[f"{name}, float32 masters, small"] = (small, 16.5, 17.0)
     remainder = {"dtype": half, "masters": "remainder"}
     MODES[f"{name}, remainders"] = (remainder, 12.5, 13.0)
-    MODES[f"{name}, small"] = (remainder | {"moments": "bfloat16"}, 12.5, 13.0)
+    MODES[f"{name}, small"] = (remainder | small, 12.5, 13.0)
 MODES["float32, small"] = ({"moments": "bfloat16"}, 17.0, 17.0)
-MODES["float16, float32 masters, small"] = (
-    {"dtype": mx.float16, "moments": "bfloat16"},
-    16.5,
-    17.0,
-)
 
 
 def launches_of(case, compiled=True, shapes=(SHAPE,) * LEAVES, transposed=False):

@@ -6,10 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+from mlx.utils import tree_flatten
 from support.helpers import INF, NAN, Traced, batch, bits, mse
 from support.optimizer_helpers import loop_of
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, all_finite
 
 
 class Normed(nn.Module):
@@ -32,10 +33,6 @@ class Normed(nn.Module):
 def buffers(model):
     norm = model.layers[1]
     return [norm.running_mean, norm.running_var, model.codes["count"]]
-
-
-def all_finite(arrays):
-    return all(mx.all(mx.isfinite(x)).item() for x in arrays)
 
 
 @pytest.mark.parametrize("mode", ["scaler", "wrapper", "scale_loss"])
@@ -72,7 +69,7 @@ def test_statistics_stay_finite_after_an_infinite_batch(mode):
     before = bits(buffers(model))
     step(*batch(2))
     assert not before.items() & bits(buffers(model)).items()
-    assert all_finite(buffers(model))
+    assert all_finite(buffers(model)).item()
     assert {x.dtype for x in buffers(model)} == {mx.float32}
     # Nothing about buffers is kept in the state of the scaler.
     assert sorted(scaler.state) == names
@@ -133,7 +130,7 @@ def test_buffers_stay_finite_in_a_compiled_step(compiled):
         before = bits(model.center)
         step(x * factor, y)
         assert (bits(model.center) == before) == (factor != 1.0)
-    assert all_finite([model.center])
+    assert all_finite(model.center).item()
     assert model.calls.item() == 4
     assert optimizer.scaler.skipped_steps.item() == 2
     assert traced.count == (1 if compiled == "whole" else 4)
@@ -142,7 +139,7 @@ def test_buffers_stay_finite_in_a_compiled_step(compiled):
 @pytest.mark.parametrize("kind", ["value_and_grad", "cast", "scale_loss"])
 def test_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
     model, scaler = Normed(), GradScaler()
-    before = bits(model.parameters())
+    before = [id(x) for _, x in tree_flatten(model.parameters())]
 
     def loss_fn(x):
         model(x)
@@ -155,4 +152,4 @@ def test_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
         function = scaler.value_and_grad(model, loss_fn, compute_dtype)
     with pytest.raises(KeyError, match="no such batch"):
         function(mx.ones((4, 8)))
-    assert bits(model.parameters()) == before
+    assert [id(x) for _, x in tree_flatten(model.parameters())] == before

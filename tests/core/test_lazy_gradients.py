@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import sys
 import weakref
 
@@ -12,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
-from support.helpers import INF, Mlp, batch, mse
+from support.helpers import INF, Mlp, batch, mse, pickled
 from support.optimizer_helpers import assert_near, loop_of
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -99,15 +98,15 @@ def test_step_uses_gradients_as_changed_before_it(change, source, dtype, compile
     assert_near(train(CHANGES[change], compiled, source, dtype), expected, **near)
 
 
-def add_all(first, second):
-    return tree_map(mx.add, first, second)
+COMBINED = {
+    "sum": lambda first, second: tree_map(mx.add, first, second),
+    "layers of both": lambda first, second: {
+        "layers": [first["layers"][0], second["layers"][1]]
+    },
+}
 
 
-def layers_of_both(first, second):
-    return {"layers": [first["layers"][0], second["layers"][1]]}
-
-
-@pytest.mark.parametrize("combine", [add_all, layers_of_both])
+@pytest.mark.parametrize("combine", COMBINED.values(), ids=COMBINED)
 @pytest.mark.parametrize("stepped_by", ["the same scaler", "another", "a wrapper"])
 def test_gradients_computed_at_different_scales_can_be_combined(combine, stepped_by):
     mx.random.seed(1)
@@ -207,11 +206,11 @@ def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
     assert mx.allclose(found, expected, rtol=1e-6), (found, expected)
 
 
-def view_in_torch(x):
-    return pytest.importorskip("torch").from_dlpack(x)
-
-
-VIEWS = {"dlpack": view_in_torch, "numpy": np.asarray, "memoryview": memoryview}
+VIEWS = {
+    "dlpack": lambda x: pytest.importorskip("torch").from_dlpack(x),
+    "numpy": np.asarray,
+    "memoryview": memoryview,
+}
 
 
 @pytest.mark.parametrize("source", ["scaler", "wrapper"])
@@ -238,11 +237,7 @@ def test_array_class_of_the_user_may_have_an_attribute_called_source():
 
 
 @pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), mx.array],
-    ids=["copy", "deepcopy", "pickle", "array"],
-)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled, mx.array])
 def test_step_uses_the_values_of_a_copied_gradient(copied, changed):
     def change(g):
         g = copied(g)

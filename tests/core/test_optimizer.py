@@ -1,13 +1,11 @@
 """``LossScaleOptimizer``: clipping, arguments, attributes, foreign gradients."""
 
-import pickle
-
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from support.helpers import INF, NAN, gradients_like, parameters
+from support.helpers import INF, NAN, gradients_like, parameters, pickled
 from support.optimizer_helpers import assert_near, wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -67,7 +65,7 @@ def test_attributes_of_the_wrapped_optimizer_are_read_and_set_through_the_wrappe
         optimizer.scaler = GradScaler()
     with pytest.raises(AttributeError, match=r"AdamW.*nonsense"):
         optimizer.nonsense  # noqa: B018
-    assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
+    assert pickled(optimizer).weight_decay == 0.0
 
 
 def test_learning_rate_and_step_in_the_state_belong_to_the_wrapped_optimizer():

@@ -1,13 +1,12 @@
 """``GradScaler``: state dicts, files, copies."""
 
 import copy
-import pickle
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from support.helpers import INF, NAN, bits
+from support.helpers import INF, NAN, bits, pickled
 from support.scaler_helpers import apply
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
@@ -43,10 +42,6 @@ class Named(GradScaler):
     def __init__(self, name, device="mps"):
         super().__init__(init_scale=4.0)
         self.name = name
-
-
-def pickled(scaler):
-    return pickle.loads(pickle.dumps(scaler))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])

@@ -1,7 +1,6 @@
 """Differentiating in a compute dtype leaves everything else as it was."""
 
 import copy
-import pickle
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import Mlp, Traced, batch, bits, dtypes, mse
+from support.helpers import Mlp, Traced, batch, bits, dtypes, mse, pickled
 from support.optimizer_helpers import HALVES, assert_near
 from support.scaler_helpers import every_warning
 
@@ -206,7 +205,7 @@ def test_modules_have_their_own_classes_inside_the_model_and_after_a_loss(ends):
         scaler.value_and_grad(model, loss_fn, mx.float16)(batch()[0])
     assert [*inside, (type(model), type(model.layer))] == [(Noting, Registry)] * 2
     assert Registry.names == []
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model.layer)))
+    again = pickled(copy.deepcopy(model.layer))
     assert (type(again), bits(again.weight)) == (Registry, bits(model.layer.weight))
 
 

@@ -94,6 +94,12 @@ def decide(group):
     """Different gradients on every rank, none on rank 0, without averaging."""
     rank, last = group.rank(), group.size() - 1
     found = {}
+
+    def report(case, scaler, new, state):
+        count = all_reduces([new, state])
+        moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
+        found[case] = [scaler.get_scale(), count, moved]
+
     for bad in (False, True):
         value = INF if bad and rank == last else 8.0
         grads = {} if rank == 0 else {"w": mx.full((rank,), value)}
@@ -105,9 +111,7 @@ def decide(group):
             if way != "unscale_only":
                 new = one.apply_gradients(sgd, given, weights)
             one.update()
-            count = all_reduces([new, one.state])
-            moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
-            found[f"{way} {bad}"] = [one.get_scale(), count, moved]
+            report(f"{way} {bad}", one, new, one.state)
         grads = {f"w{rank}": mx.full((rank + 1,), value)}
         weights = tree_map(mx.zeros_like, grads)
         for max_grad_norm in (None, INF):
@@ -120,10 +124,8 @@ def decide(group):
             )
             wrapper.init(weights)
             new = wrapper.apply_gradients(grads, weights)
-            count = all_reduces([new, wrapper.state])
-            moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
-            scale = wrapper.scaler.get_scale()
-            found[f"wrapper {max_grad_norm} {bad}"] = [scale, count, moved]
+            case = f"wrapper {max_grad_norm} {bad}"
+            report(case, wrapper.scaler, new, wrapper.state)
     return found
 
 
@@ -136,8 +138,7 @@ def ready_scaler(group):
 def tensor_parallel(group, steps=12):
     """Linear layers cut over the ranks, against the same model in one piece."""
     mx.random.seed(3)
-    whole = Mlp(16)
-    cut = Mlp(16)
+    whole, cut = Mlp(16), Mlp(16)
 
     def cut_layers():
         kinds = ("all-to-sharded", "sharded-to-all")
@@ -166,10 +167,9 @@ def tensor_parallel(group, steps=12):
 
         return mx.compile(step, inputs=state, outputs=state), state, optimizer
 
-    def is_shard(path, gradient):
-        return path != "layers.1.bias"
-
-    step, state, optimizer = trainer(cut, group=group, sharded=is_shard)
+    step, state, optimizer = trainer(
+        cut, group=group, sharded=lambda path, _: path != "layers.1.bias"
+    )
     reference, reference_state, expected = trainer(whole)
     last = group.size() - 1
     norms = []
