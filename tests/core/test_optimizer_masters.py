@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten, tree_map
 from support.helpers import INF, bits, each_mode, same
 from support.optimizer_helpers import HALVES, Training, assert_near, wrapped
 
-from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import LossScaleOptimizer
 
 each_kind = pytest.mark.parametrize("kind", ["float32", "remainder"])
 
@@ -191,25 +191,6 @@ def test_master_weights_that_do_not_round_to_the_weight_are_refused(kind):
     with pytest.raises(ValueError, match="'w' do not round to the parameter"):
         optimizer.set_masters(weights, {"w": mx.array([1.0, 1.01])})
     assert bits(optimizer.state) == before
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_small_steps_accumulate_with_remainders_as_with_float32_master_weights(dtype):
-    key, size, found = mx.random.key(1), (16, 16), {}
-    start = (mx.random.normal(size, key=key) * 0.02).astype(dtype)
-    for kind in ("float32", "remainder"):
-        optimizer = GuardedOptimizer(optim.AdamW(1e-6), masters=kind)
-        weights, toward = {"w": start}, mx.sign(start.astype(mx.float32))
-        for k in mx.random.split(key, 300):
-            gradients = {"w": mx.random.normal(size, key=k) + toward}
-            weights = optimizer.apply_gradients(gradients, weights)
-            mx.eval(weights, optimizer.state)
-        found[kind] = optimizer.masters(weights)["w"]
-    moved = mx.abs(found["float32"] - start.astype(mx.float32))
-    apart = mx.abs(found["float32"] - found["remainder"])
-    # With 3,000 steps: 4e-14 of 2.2e-3 on the mean in float16, 2e-9 in bfloat16.
-    assert mx.mean(moved).item() > 1e-4
-    assert mx.mean(apart).item() < (1e-12 if dtype == mx.float16 else 2e-9)
 
 
 @each_kind

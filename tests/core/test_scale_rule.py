@@ -54,6 +54,14 @@ def test_scale_follows_the_trajectory_of_other_frameworks(settings, expected):
     assert scaler.consecutive_skips.item() == 1
 
 
+def test_lowering_the_interval_below_the_tracker_grows_at_the_next_step():
+    # PyTorch compares with == and would not grow until the next overflow.
+    scaler = GradScaler(growth_interval=9)
+    scales(scaler, "....")
+    scaler.set_growth_interval(2)
+    assert scales(scaler, ".") == [131072]
+
+
 def test_counters_saturate_at_the_int32_maximum():
     scaler = GradScaler()
     counters = {"skipped_steps": 2**31 - 2, "consecutive_skips": 2**31 - 1}
