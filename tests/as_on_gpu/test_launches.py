@@ -61,12 +61,17 @@ def launches_of(case, compiled=True, shapes=(SHAPE,) * LEAVES, transposed=False)
     return launches
 
 
+def check_kernels(launches, mode=None):
+    """Check that a step has one kernel per leaf, besides those of the finite check."""
+    whole = [x for x in launches if x.elements == SIZE]
+    assert {x.primitive for x in whole} == {"Compiled"}, mode
+    assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER, mode
+
+
 def check_launches(launches, case, name, moved):
     """Check that a step has one kernel per leaf, and moves this much per parameter."""
     moved += MOMENTS[name] / (2 if case.moments == "bfloat16" else 1)
-    whole = [x for x in launches if x.elements == SIZE]
-    assert {x.primitive for x in whole} == {"Compiled"}
-    assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER
+    check_kernels(launches)
     reductions = [x for x in launches if x.elements == 1 and x.bytes > SIZE]
     # Metal reduces arrays of this size in two launches.
     assert [x.count for x in reductions] == [2] * (LEAVES // CHECKED_TOGETHER)
@@ -114,10 +119,7 @@ def test_every_elementwise_optimizer_is_one_kernel_per_parameter(name):
     for mode, (given, *_) in MODES.items():
         if name == "AdaDelta" and ("remainders" in mode or "small" in mode):
             continue  # deeper than the 11 primitives that MLX fuses: 5 or 6 kernels
-        launches = launches_of(Case(OPTIMIZERS[name], clip=True, **given))
-        whole = [x for x in launches if x.elements == SIZE]
-        assert {x.primitive for x in whole} == {"Compiled"}, mode
-        assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER, mode
+        check_kernels(launches_of(Case(OPTIMIZERS[name], clip=True, **given)), mode)
 
 
 @pytest.mark.parametrize("kind", ["scaler", "wrapper", "clipped"])

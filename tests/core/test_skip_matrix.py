@@ -33,11 +33,6 @@ def same_but_empty(ours, bare):
     return same(*found)
 
 
-def scaled_gradients(tree, seed, scale, dtype):
-    gradients = gradients_like(tree, seed, dtype=dtype)
-    return gradients, tree_map(lambda g: (g * scale).astype(dtype), gradients)
-
-
 def compiled_parameters(dtype):
     """Fewer shapes, because Adafactor compiles a dozen kernels for each."""
     tree = parameters(dtype)
@@ -88,7 +83,8 @@ def run_script(run, make, dtype):
     paths = [path for path, x in tree_flatten(run.box[0]) if x.size]
     for i, bad in enumerate(SCRIPT):
         scale = run.scaler.state["scale"].item()
-        true, scaled = scaled_gradients(run.box[0], i, scale, dtype)
+        true = gradients_like(run.box[0], i, dtype=dtype)
+        scaled = tree_map(lambda g, s=scale: (g * s).astype(dtype), true)
         if bad is None:
             run.step(scaled)
             true = tree_map(lambda g: g.astype(mx.float32), true)

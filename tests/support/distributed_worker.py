@@ -29,6 +29,7 @@ from support.distributed_parts import (
     rank_batch,
 )
 from support.helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
+from support.scaler_helpers import used
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
@@ -93,6 +94,7 @@ def own_loop(group, steps=40):
 def decide(group):
     """Different gradients on every rank, none on rank 0, without averaging."""
     rank, last = group.rank(), group.size() - 1
+    options = {"init_scale": 8.0, "growth_interval": 1, "group": group}
     found = {}
 
     def report(case, scaler, new, state):
@@ -106,7 +108,7 @@ def decide(group):
         weights = tree_map(mx.zeros_like, grads)
 
         for way in ("step", "unscale_and_step", "unscale_only"):
-            one, sgd, new = ready_scaler(group), optim.SGD(1.0), weights
+            one, sgd, new = used(GradScaler(**options)), optim.SGD(1.0), weights
             given = grads if way == "step" else one.unscale_(sgd, grads)
             if way != "unscale_only":
                 new = one.apply_gradients(sgd, given, weights)
@@ -117,7 +119,7 @@ def decide(group):
         for max_grad_norm in (None, INF):
             wrapper = LossScaleOptimizer(
                 optim.SGD(1.0),
-                ready_scaler(group),
+                used(GradScaler(**options)),
                 max_grad_norm=max_grad_norm,
                 group=group,
                 sharded=True,
@@ -127,12 +129,6 @@ def decide(group):
             case = f"wrapper {max_grad_norm} {bad}"
             report(case, wrapper.scaler, new, wrapper.state)
     return found
-
-
-def ready_scaler(group):
-    scaler = GradScaler(init_scale=8.0, growth_interval=1, group=group)
-    scaler.scale(mx.array(1.0))
-    return scaler
 
 
 def tensor_parallel(group, steps=12):

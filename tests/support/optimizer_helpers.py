@@ -9,13 +9,13 @@ from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 from support.helpers import INF, Mlp, Traced, batch, bits, gradients_like, mse
+from support.scaler_helpers import used
 
 HALVES = [mx.float16, mx.bfloat16]
 
 
 def wrapped(inner=None, scale=1.0, **arguments):
-    scaler = GradScaler(init_scale=scale)
-    scaler.scale(mx.array(1.0))
+    scaler = used(GradScaler(scale))
     return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
 
 
@@ -84,15 +84,11 @@ def assert_near(tree, expected, rtol=1e-5, atol=1e-6):
         assert mx.allclose(x, expected[path], rtol=rtol, atol=atol).item(), path
 
 
-def arrays(tree):
-    """The arrays of a state that holds other things too, by path."""
-    return {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
-
-
 def leaves_of(tree):
     """Every leaf of a state, arrays as their bits, other values as text."""
-    found = {p: repr(x) for p, x in tree_flatten(tree) if not isinstance(x, mx.array)}
-    return found | bits(arrays(tree))
+    arrays = {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
+    others = {p: repr(x) for p, x in tree_flatten(tree) if p not in arrays}
+    return others | bits(arrays)
 
 
 def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
