@@ -10,11 +10,11 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import OPTIMIZERS, Mlp, batch, mse
+from support.helpers import OPTIMIZERS, Mlp, batch
+from support.optimizer_helpers import loop_of
 
 from benchmarks import peak_memory, steps
 from benchmarks.steps import Case
-from mlx_gradscale import GradScaler, LossScaleOptimizer
 from tools.as_on_gpu import record
 
 LEAVES, SHAPE, SIZE = 16, (64, 128), 64 * 128
@@ -40,20 +40,17 @@ MODES = {
 for half in (mx.float16, mx.bfloat16):
     name = str(half).removeprefix("mlx.core.")
     MODES[f"{name}, float32 masters"] = ({"dtype": half}, 16.5, 17.0)
+    small = {"dtype": half, "moments": "bfloat16"}
+    MODES[f"{name}, float32 masters, small"] = (small, 16.5, 17.0)
     remainder = {"dtype": half, "masters": "remainder"}
     MODES[f"{name}, remainders"] = (remainder, 12.5, 13.0)
-    MODES[f"{name}, small"] = (remainder | {"moments": "bfloat16"}, 12.5, 13.0)
+    MODES[f"{name}, small"] = (remainder | small, 12.5, 13.0)
 MODES["float32, small"] = ({"moments": "bfloat16"}, 17.0, 17.0)
-MODES["float16, float32 masters, small"] = (
-    {"dtype": mx.float16, "moments": "bfloat16"},
-    16.5,
-    17.0,
-)
 
 
-def launches_of(case, compiled=True, transposed=False):
+def launches_of(case, compiled=True, shapes=(SHAPE,) * LEAVES, transposed=False):
     """Record the third step, after the first ones have made state and warnings."""
-    gradients = case.gradients([SHAPE[::-1] if transposed else SHAPE] * LEAVES)
+    gradients = case.gradients(shapes)
     if transposed:
         gradients = [g.T for g in gradients]
     step = steps.scaled_step(case, gradients, compiled)
@@ -64,12 +61,17 @@ def launches_of(case, compiled=True, transposed=False):
     return launches
 
 
+def check_kernels(launches, mode=None):
+    """Check that a step has one kernel per leaf, besides those of the finite check."""
+    whole = [x for x in launches if x.elements == SIZE]
+    assert {x.primitive for x in whole} == {"Compiled"}, mode
+    assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER, mode
+
+
 def check_launches(launches, case, name, moved):
     """Check that a step has one kernel per leaf, and moves this much per parameter."""
     moved += MOMENTS[name] / (2 if case.moments == "bfloat16" else 1)
-    whole = [x for x in launches if x.elements == SIZE]
-    assert {x.primitive for x in whole} == {"Compiled"}
-    assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER
+    check_kernels(launches)
     reductions = [x for x in launches if x.elements == 1 and x.bytes > SIZE]
     # Metal reduces arrays of this size in two launches.
     assert [x.count for x in reductions] == [2] * (LEAVES // CHECKED_TOGETHER)
@@ -96,21 +98,20 @@ def test_step_is_one_kernel_per_parameter_and_moves_as_many_bytes_as_documented(
 def test_gradients_of_linear_layers_which_are_column_major_are_not_copied(mode):
     given, moved, _ = MODES[mode]
     case = Case(**given)
-    check_launches(launches_of(case, transposed=True), case, "AdamW", moved)
+    launches = launches_of(case, shapes=(SHAPE[::-1],) * LEAVES, transposed=True)
+    check_launches(launches, case, "AdamW", moved)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameter_without_elements_launches_nothing(mode):
     given, *_ = MODES[mode]
-    for name, clip in itertools.product(MOMENTS, (False, True)):
+    for name, clip, compiled in itertools.product(
+        MOMENTS, (False, True), (True, False)
+    ):
         case = Case(OPTIMIZERS[name], clip=clip, **given)
-        for compiled in (True, False):
-            gradients = case.gradients([(0, 3), (2, 3)])
-            step = steps.scaled_step(case, gradients, compiled)
-            step.run()
-            with record() as launches:
-                step.run()
-            assert all(x.elements for x in launches)
+        launches = launches_of(case, compiled, [(0, 3), (2, 3)])
+        assert launches
+        assert all(x.elements for x in launches)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -118,25 +119,19 @@ def test_every_elementwise_optimizer_is_one_kernel_per_parameter(name):
     for mode, (given, *_) in MODES.items():
         if name == "AdaDelta" and ("remainders" in mode or "small" in mode):
             continue  # deeper than the 11 primitives that MLX fuses: 5 or 6 kernels
-        launches = launches_of(Case(OPTIMIZERS[name], clip=True, **given))
-        whole = [x for x in launches if x.elements == SIZE]
-        assert {x.primitive for x in whole} == {"Compiled"}, mode
-        assert len(whole) == LEAVES + LEAVES // CHECKED_TOGETHER, mode
+        check_kernels(launches_of(Case(OPTIMIZERS[name], clip=True, **given)), mode)
 
 
 @pytest.mark.parametrize("kind", ["scaler", "wrapper", "clipped"])
 def test_unscaled_gradients_cost_kernels_only_if_they_are_read(kind):
-    model, scaler, inner = Mlp(), GradScaler(64.0), optim.AdamW(1e-2)
-    norm = 1.0 if kind == "clipped" else None
-    optimizer = LossScaleOptimizer(inner, scaler, max_grad_norm=norm)
-    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    model, norm = Mlp(), 1.0 if kind == "clipped" else None
+    optimizer, loss_and_grad, update = loop_of(
+        kind, model, optim.AdamW(1e-2), max_grad_norm=norm
+    )
     for _ in range(3):
         _, grads = loss_and_grad(*batch())
-        if kind == "scaler":
-            scaler.minimize(inner, model, grads)
-        else:
-            optimizer.update(model, grads)
-        mx.eval(model.state, optimizer.state, inner.state)
+        update(model, grads)
+        mx.eval(model.state, optimizer.state)
     with record() as launches:
         mx.eval(grads)
     assert len(launches) >= len(tree_flatten(grads))

@@ -6,9 +6,10 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, Mlp, batch, mse
-from support.optimizer_helpers import Training
+from support.optimizer_helpers import Training, assert_near, loop_of
+from support.scaler_helpers import used
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler
 
 
 @pytest.mark.compiles
@@ -53,17 +54,13 @@ def test_compiled_step_sees_changed_settings_and_states_without_a_retrace():
 def test_gradient_function_compiled_alone_is_correct_as_the_scale_changes(source):
     mx.random.seed(3)
     model, scaler = Mlp(), GradScaler(64.0, growth_interval=1)
-    optimizer = LossScaleOptimizer(optim.SGD(0.0), scaler)
-    loss_and_grad = (scaler if source == "scaler" else optimizer).value_and_grad(
-        model, mse(model)
-    )
-    expected = dict(tree_flatten(nn.value_and_grad(model, mse(model))(*batch())[1]))
+    _, loss_and_grad, update = loop_of(source, model, optim.SGD(0.0), scaler)
+    _, expected = nn.value_and_grad(model, mse(model))(*batch())
     alone = mx.compile(loss_and_grad, inputs=model.state, outputs=model.state)
     for _ in range(3):
         _, grads = alone(*batch())
-        for path, x in tree_flatten(grads):
-            assert mx.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
-        optimizer.update(model, grads)
+        assert_near(grads, expected)
+        update(model, grads)
     assert scaler.get_scale() == 512.0
 
 
@@ -90,34 +87,25 @@ class Evaluation:
 def test_eager_update_evaluates_nothing(kind, norm):
     model = nn.Linear(512, 512, bias=False)
     inner = optim.AdamW(optim.cosine_decay(1e-2, 10))
-    scaler = GradScaler()
-    if kind in ("scaler", "scaled"):
-        inner.init(model.trainable_parameters())
+    scaler, options = GradScaler(), {"max_grad_norm": norm}
+    if kind == "remainder":
+        options["masters"] = "remainder"
+    if kind == "scaled":
+        optimizer, scaler = inner, used()
+
+        def update(model, grads):
+            scaler.step(inner, model, scaler.unscale_(inner, grads))
+            scaler.update()
     else:
+        optimizer, _, update = loop_of(kind, model, inner, scaler, **options)
+    if optimizer is not inner:
         model.set_dtype(mx.float16)
-        options = {"max_grad_norm": norm}
-        if kind == "remainder":
-            options["masters"] = "remainder"
-        if kind == "guarded":
-            optimizer = GuardedOptimizer(inner, **options)
-        else:
-            optimizer = LossScaleOptimizer(inner, scaler, **options)
-        optimizer.init(model.trainable_parameters())
+    optimizer.init(model.trainable_parameters())
     mx.eval(model.parameters())
     grads = {"weight": mx.random.normal((512, 512))}
-    if kind == "scaled":
-        scaler.scale(mx.array(1.0))
-    else:
-        scaler.value_and_grad(model, mse(model))
     evaluation = Evaluation(grads)
     for _ in range(2):
-        if kind == "scaled":
-            scaler.unscale_(inner, grads)
-        if kind in ("scaler", "scaled"):
-            scaler.step(inner, model, grads)
-            scaler.update()
-        else:
-            optimizer.update(model, grads)
+        update(model, grads)
     assert not evaluation.happened()
     mx.eval(model.parameters())
     assert evaluation.happened()
@@ -146,25 +134,21 @@ def test_uninitialized_optimizer_is_initialized_inside_the_trace():
 
 @pytest.mark.compiles
 def test_two_optimizers_in_one_compiled_step_share_a_scale():
-    scaler = GradScaler(1024.0)
-    scaler.scale(mx.array(1.0))
-    weights = [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
+    scaler, weights = used(GradScaler(1024.0)), [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
     optimizers = [optim.SGD(1.0), optim.SGD(2.0)]
     for optimizer, tree in zip(optimizers, weights, strict=True):
         optimizer.init(tree)
     state = [weights, *(each.state for each in optimizers), scaler.state]
 
-    def step(first, second):
-        for i, gradient in enumerate((first, second)):
-            grads = {"w": gradient * scaler.state["scale"]}
-            if i == 0:
-                grads = scaler.unscale_(optimizers[i], grads)
-            weights[i] = scaler.apply_gradients(optimizers[i], grads, weights[i])
+    def step(*gradients):
+        for i, optimizer in enumerate(optimizers):
+            grads = {"w": gradients[i] * scaler.state["scale"]}
+            grads = scaler.unscale_(optimizer, grads) if i == 0 else grads
+            weights[i] = scaler.apply_gradients(optimizer, grads, weights[i])
         scaler.update()
 
     step = mx.compile(step, inputs=state, outputs=state)
-    step(mx.array([1.0, 1.0]), mx.array([1.0, 1.0]))
-    step(mx.array([1.0, INF]), mx.array([1.0, 1.0]))
-    assert weights[0]["w"].tolist() == [-1.0, -1.0]
-    assert weights[1]["w"].tolist() == [-4.0, -4.0]
+    step(mx.ones(2), mx.ones(2))
+    step(mx.array([1.0, INF]), mx.ones(2))
+    assert [tree["w"].tolist() for tree in weights] == [[-1.0] * 2, [-4.0] * 2]
     assert scaler.get_scale() == 512.0

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,41 +11,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.helpers import INF, bits, gradients_like, parameters, same
+from support.optimizer_helpers import loop_of
 from support.scaler_helpers import guarded_apply
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler
 
-RATE = {"of": 1.0}
-NAMES = {"scale"}
-
-
-def weight_decay(optimizer, i):
-    optimizer.weight_decay = 0.1 * (i % 3)
-
-
-def betas_in_place(optimizer, i):
-    optimizer.betas[0] = 0.9 - 0.1 * (i > 3)
-
-
-def learning_rate(optimizer, i):
-    optimizer.learning_rate = 0.01 * (1 + i)
-
-
-def what_the_schedule_reads(optimizer, i):
-    RATE["of"] = float(i)
-
-
-def what_the_filter_reads(optimizer, i):
-    NAMES.clear()
-    NAMES.update({"scale"} if i < 4 else {"single", "pair.0"})
-
-
-def adamw():
-    return optim.AdamW(1e-2, betas=[0.9, 0.99])
-
-
-def scheduled():
-    return optim.SGD(lambda step: mx.array(RATE["of"]))
+RATE, NAMES = {"of": 1.0}, ["scale"]
 
 
 def filtered():
@@ -54,14 +26,27 @@ def filtered():
     return optim.MultiOptimizer(parts, [lambda path, _: path in NAMES])
 
 
+def adamw():
+    return optim.AdamW(1e-2, betas=[0.9, 0.99])
+
+
+CHANGES = {
+    "weight_decay": (adamw, lambda o, i: setattr(o, "weight_decay", 0.1 * (i % 3))),
+    "learning_rate": (adamw, lambda o, i: setattr(o, "learning_rate", 0.01 * (1 + i))),
+    "betas in place": (adamw, lambda o, i: o.betas.__setitem__(0, 0.9 - 0.1 * (i > 3))),
+    "what the schedule reads": (
+        lambda: optim.SGD(lambda step: mx.array(RATE["of"])),
+        lambda o, i: RATE.update(of=float(i)),
+    ),
+    "what the filter reads": (
+        filtered,
+        lambda o, i: NAMES.__setitem__(0, "scale" if i < 4 else "single"),
+    ),
+}
+
+
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        *[(adamw, change) for change in (weight_decay, betas_in_place, learning_rate)],
-        *[(scheduled, what_the_schedule_reads), (filtered, what_the_filter_reads)],
-    ],
-)
+@pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
 def test_changed_setting_takes_effect_at_the_next_eager_step(make, change):
     (guarded, bare), trees = (make(), make()), [parameters(), parameters()]
     for i in range(8):
@@ -153,8 +138,8 @@ def test_multi_optimizer_steps_around_a_frozen_module():
     assert new["layers"][1] == {}
 
 
-@pytest.mark.parametrize("mode", ["unscaled", "scaled", "wrapped"])
-def test_integer_parameters_stay_unchanged_even_if_their_gradients_were_clipped(mode):
+@pytest.mark.parametrize("kind", ["scaler", "scaled", "wrapper"])
+def test_integer_parameters_stay_unchanged_even_if_their_gradients_were_clipped(kind):
     class Chosen(nn.Module):
         def __init__(self):
             super().__init__()
@@ -164,24 +149,25 @@ def test_integer_parameters_stay_unchanged_even_if_their_gradients_were_clipped(
         def __call__(self, x):
             return (mx.where(self.ids == 1, self.weight, 0) * x).sum()
 
-    model, optimizer = Chosen(), optim.AdamW(0.5, weight_decay=0.5)
-    scaler = GradScaler(8.0)
-    if mode == "wrapped":
-        optimizer = LossScaleOptimizer(optimizer, scaler)
-    loss_and_grad = nn.value_and_grad(model, lambda x: scaler.scale(model(x)))
-    if mode != "scaled":
-        source = optimizer if mode == "wrapped" else scaler
-        loss_and_grad = source.value_and_grad(model, lambda x: model(x))
+    model, optimizer, scaler = (
+        Chosen(),
+        optim.AdamW(0.5, weight_decay=0.5),
+        GradScaler(8.0),
+    )
+    if kind == "scaled":
+        loss_and_grad = nn.value_and_grad(model, lambda x: scaler.scale(model(x)))
+        update = partial(scaler.minimize, optimizer)
+    else:
+        _, loss_and_grad, update = loop_of(
+            kind, model, optimizer, scaler, loss_fn=lambda x: model(x)
+        )
     for _ in range(2):
         _, grads = loss_and_grad(mx.ones(3))
-        if mode == "scaled":
+        if kind == "scaled":
             scaler.unscale_(optimizer, grads)
         grads, _ = optim.clip_grad_norm(grads, 0.1)
         assert grads["ids"].dtype == mx.float32
-        if mode == "wrapped":
-            optimizer.update(model, grads)
-        else:
-            scaler.minimize(optimizer, model, grads)
+        update(model, grads)
     assert (model.ids.tolist(), model.ids.dtype) == ([1, 0, 5], mx.int32)
     assert model.weight[0].item() < 0.9
 

@@ -164,12 +164,15 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
         GradScaler(**settings)
 
 
-@pytest.mark.parametrize("value", [128, 2**64, mx.array(128.0), mx.array([4.0])])
+@pytest.mark.parametrize(
+    "value", [128, 2**64, np.array(8.0), mx.array(128.0), mx.array([4.0]), 1e-60]
+)
 def test_setting_the_scale_discards_the_steps_since_the_last_update(value):
     scaler, optimizer = used(), optim.SGD(1.0)
     apply(scaler, optimizer, INF)
     scaler.update(value)
-    assert scaler.get_scale() == np.array(value).item()
+    # 1e-60 is 0 in float32, and becomes the smallest scale.
+    assert scaler.get_scale() == max(np.array(value).item(), 2.0**-64)
     apply(scaler, optimizer, 1.0)
 
 
@@ -189,16 +192,6 @@ def test_update_with_an_invalid_array_keeps_the_scale(value):
     scaler = GradScaler()
     scaler.update(mx.array(value))
     assert scaler.get_scale() == 65536.0
-
-
-@pytest.mark.parametrize("as_type", [float, mx.array])
-@pytest.mark.parametrize(("value", "expected"), [(1.0, 2.0), (1e9, 2.0**20)])
-def test_new_scale_is_clamped_to_the_limits(value, expected, as_type):
-    scaler = GradScaler(min_scale=2.0, max_scale=2.0**20)
-    scaler.update(as_type(value))
-    assert scaler.get_scale() == expected
-    scaler.update(1e-60)  # 0 in float32
-    assert scaler.get_scale() == 2.0
 
 
 @pytest.mark.parametrize("enabled", [1, 0, "yes", "", np.bool_(True), None])

@@ -24,6 +24,13 @@ from mlx_gradscale import GradScaler
 
 values = st.sampled_from([1.0, -0.25, 0.0, 3e4, INF, -INF, NAN])
 which = st.integers(0, 1)
+SETTINGS = st.sampled_from(
+    [
+        *[("growth_interval", value) for value in range(1, 5)],
+        *[("growth_factor", value) for value in (1.001, 1.5, 2.0, 1000.0)],
+        *[("backoff_factor", value) for value in (0.001, 0.5, 0.999)],
+    ]
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -109,20 +116,11 @@ class Machine(RuleBasedStateMachine):
     def forget(self):
         self.unscaled, self.recorded, self.stepped = {}, {}, set()
 
-    @rule(interval=st.integers(1, 4))
-    def set_growth_interval(self, interval):
-        self.scaler.set_growth_interval(interval)
-        self.reference.growth_interval = interval
-
-    @rule(factor=st.sampled_from([1.001, 1.5, 2.0, 1000.0]))
-    def set_growth_factor(self, factor):
-        self.scaler.set_growth_factor(factor)
-        self.reference.growth_factor = factor
-
-    @rule(factor=st.sampled_from([0.001, 0.5, 0.999]))
-    def set_backoff_factor(self, factor):
-        self.scaler.set_backoff_factor(factor)
-        self.reference.backoff_factor = factor
+    @rule(setting=SETTINGS)
+    def set_setting(self, setting):
+        name, value = setting
+        getattr(self.scaler, f"set_{name}")(value)
+        setattr(self.reference, name, value)
 
     @rule(suffix=st.sampled_from([".json", ".json.gz", ".safetensors", ".pt"]))
     def save_and_load(self, suffix):

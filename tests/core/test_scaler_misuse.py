@@ -1,6 +1,5 @@
 """``GradScaler``: calls out of order and bad arguments."""
 
-import warnings
 from functools import partial
 
 import mlx.core as mx
@@ -8,9 +7,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from support.helpers import Mlp, batch, bits, each_mode, mse
-from support.scaler_helpers import apply, used
+from support.helpers import Mlp, batch, each_mode, mse
+from support.optimizer_helpers import assert_near
+from support.scaler_helpers import apply, every_warning, used
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
@@ -83,16 +82,16 @@ def test_scaler_calls_out_of_order_are_refused(calls, message):
 
 
 @each_mode
-@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
+@pytest.mark.parametrize("kind", ["scaler", "wrapper"])
 def test_gradients_of_plain_value_and_grad_are_treated_as_unscaled_with_one_warning(
-    wrap, compiled
+    kind, compiled
 ):
     mx.random.seed(4)
     model, other, inner = Mlp(), Mlp(), optim.SGD(0.1)
     other.update(model.parameters())
     scaler = GradScaler()
-    optimizer = LossScaleOptimizer(inner, scaler) if wrap else inner
-    update = optimizer.update if wrap else partial(scaler.minimize, inner)
+    optimizer = LossScaleOptimizer(inner, scaler) if kind == "wrapper" else inner
+    update = partial(scaler.minimize, inner) if optimizer is inner else optimizer.update
     plain = nn.value_and_grad(model, mse(model))
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state, scaler.state]
@@ -102,29 +101,12 @@ def test_gradients_of_plain_value_and_grad_are_treated_as_unscaled_with_one_warn
 
     step = mx.compile(step, inputs=state, outputs=state) if compiled else step
     bare, expected = optim.SGD(0.1), nn.value_and_grad(other, mse(other))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with every_warning() as caught:
         for seed in range(3):
             step(*batch(seed))
             bare.update(other, expected(*batch(seed))[1])
-    messages = [str(w.message) for w in caught]
-    assert ["do not come from this scaler" in m for m in messages] == [True]
-    found, expected = model.parameters(), dict(tree_flatten(other.parameters()))
-    for path, x in tree_flatten(found):
-        assert mx.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
-
-
-@pytest.mark.parametrize("wrap", [False, True], ids=["step", "update"])
-def test_gradients_of_another_model_raise_at_the_step(wrap):
-    model, other, scaler = Mlp(), nn.Linear(3, 3), GradScaler()
-    _, grads = scaler.value_and_grad(model, mse(model))(*batch())
-    optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler)
-    optimizer.init(other.trainable_parameters())
-    before = bits([other.parameters(), scaler.state])
-    step = optimizer.update if wrap else partial(scaler.step, optim.SGD(0.1))
-    with pytest.raises(ValueError, match=r"'layers.*', but no such parameter"):
-        step(other, grads)
-    assert bits([other.parameters(), scaler.state]) == before
+    assert ["do not come from this scaler" in str(w.message) for w in caught] == [True]
+    assert_near(model.parameters(), other.parameters())
 
 
 def test_iteration_continues_after_a_refused_step():
@@ -160,17 +142,15 @@ def test_scale_warns_only_if_its_result_is_not_differentiated(inside):
     model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
     scaled = nn.value_and_grad(model, lambda x, y: scaler.scale(mse(model)(x, y)))
     plain = nn.value_and_grad(model, mse(model))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with every_warning() as caught:
         for _ in range(2):
             loss, grads = (scaled if inside else plain)(*batch())
             if not inside:
                 scaler.scale(loss)
             scaler.step(optimizer, model, grads)
             scaler.update()
-    messages = [str(w.message) for w in caught]
-    expected = [] if inside else [True]
-    assert ["its result was never differentiated" in m for m in messages] == expected
+    found = ["its result was never differentiated" in str(w.message) for w in caught]
+    assert found == ([] if inside else [True])
 
 
 @pytest.mark.compiles

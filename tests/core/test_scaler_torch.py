@@ -88,16 +88,17 @@ class MlxUnscaled(Mlx):
     def __init__(self, arguments):
         super().__init__(arguments)
         self.scaler = GradScaler(**arguments)
-        self.models = [Weight() for _ in range(2)]
+        self.models = [nn.Module(), nn.Module()]
+        for model in self.models:
+            model.w = mx.ones(2)
         self.gradients = [
             self.scaler.value_and_grad(model, lambda g, m=model: (m.w * g).sum())
             for model in self.models
         ]
 
     def step(self, i, value, unscale):
-        _, gradients = self.gradients[i](mx.array([1.0, 1.0]))
-        factor = mx.array([1.0, value])
-        gradients = {"w": gradients["w"] * factor}
+        _, gradients = self.gradients[i](mx.ones(2))
+        gradients["w"] *= mx.array([1.0, value])
         if unscale:
             self.scaler.unscale_(self.optimizers[i], gradients)
         self.scaler.step(self.optimizers[i], self.models[i], gradients)
@@ -112,12 +113,6 @@ class MlxWrapped(Mlx):
     def __init__(self, arguments):
         super().__init__(arguments)
         self.optimizers[0] = LossScaleOptimizer(self.optimizers[0], self.scaler)
-
-
-class Weight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = mx.ones(2)
 
 
 def drive(side, iteration):
@@ -193,25 +188,19 @@ PATTERN = [1.0, INF, 1.0, 1.0, 1.0, NAN, 1.0]
 ARGUMENTS = {"init_scale": 2.0**14, "growth_interval": 3, "growth_factor": 4.0}
 
 
-def check_continues_alike(ours, theirs):
-    assert ours.scaler.get_scale() == theirs.scaler.get_scale()
-    run(theirs, PATTERN)
-    run(ours, PATTERN)
-    shared = {k: ours.scaler.state_dict()[k] for k in theirs.scaler.state_dict()}
-    assert shared == theirs.scaler.state_dict()
-
-
-def test_state_saved_by_torch_resumes_in_mlx(tmp_path):
-    theirs, ours = run(Torch(ARGUMENTS), PATTERN), Mlx({})
-    torch.save(theirs.scaler.state_dict(), tmp_path / "scaler.pt")
-    ours.scaler.load(tmp_path / "scaler.pt")
-    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
-    check_continues_alike(ours, theirs)
-
-
-def test_state_saved_in_mlx_resumes_in_torch(tmp_path):
-    ours, theirs = run(Mlx(ARGUMENTS), PATTERN), Torch({})
-    ours.scaler.save(tmp_path / "scaler.pt")
-    state = torch.load(tmp_path / "scaler.pt", weights_only=True)
-    theirs.scaler.load_state_dict(state)
-    check_continues_alike(ours, theirs)
+@pytest.mark.parametrize("saved_by", ["torch", "mlx"])
+def test_state_saved_by_torch_or_mlx_resumes_in_the_other(tmp_path, saved_by):
+    path = tmp_path / "scaler.pt"
+    if saved_by == "torch":
+        theirs, ours = run(Torch(ARGUMENTS), PATTERN), Mlx({})
+        torch.save(theirs.scaler.state_dict(), path)
+        ours.scaler.load(path)
+    else:
+        ours, theirs = run(Mlx(ARGUMENTS), PATTERN), Torch({})
+        ours.scaler.save(path)
+        theirs.scaler.load_state_dict(torch.load(path, weights_only=True))
+    for pattern in ([], PATTERN):
+        run(theirs, pattern)
+        run(ours, pattern)
+        shared = {k: ours.scaler.state_dict()[k] for k in theirs.scaler.state_dict()}
+        assert shared == theirs.scaler.state_dict()

@@ -1,9 +1,14 @@
 """What must hold where subnormals are flushed: python -m tools.as_on_gpu does it."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from support.helpers import INF, OPTIMIZERS, bits, same
+from support.optimizer_helpers import HALVES
+from support.scaler_helpers import used
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
@@ -29,8 +34,7 @@ def test_small_gradients_survive_the_smallest_and_the_largest_scale(
 
 @pytest.mark.parametrize(("limit", "value"), [(LARGEST, 1.0), (SMALLEST, float("inf"))])
 def test_scale_growth_and_backoff_stop_at_the_limits(limit, value):
-    scaler = GradScaler(limit, growth_interval=1)
-    scaler.scale(mx.array(1.0))
+    scaler = used(GradScaler(limit, growth_interval=1))
     scaler.apply_gradients(optim.SGD(0.1), {"w": mx.array([value])}, {"w": mx.ones(1)})
     scaler.update()
     assert scaler.get_scale() == limit
@@ -46,21 +50,38 @@ def test_pytorch_scale_beyond_the_limits_is_clamped_when_loaded(loaded, expected
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("make", [lambda: optim.SGD(0.1), lambda: optim.AdamW(0.1)])
-@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
-def test_skipped_step_keeps_the_bits_of_every_bfloat16_number(make, wrap):
-    # Also of the 254 subnormals and of each NaN, which a float32 copy would change.
-    bits = mx.arange(2**16, dtype=mx.uint16)
-    weights = {"w": bits.view(mx.bfloat16)}
-    grads = {"w": mx.full(2**16, float("inf"), mx.bfloat16)}
-    scaler = GradScaler()
-    scaler.scale(mx.array(1.0))
-    if wrap:
-        new = LossScaleOptimizer(make(), scaler).apply_gradients(grads, weights)
+@pytest.mark.parametrize(
+    ("name", "kind", "compiled"),
+    [
+        *[("SGD", kind, False) for kind in ("scaler", "float32", "remainder")],
+        *[("AdamW", kind, False) for kind in ("scaler", "float32", "remainder")],
+        pytest.param("AdamW", "remainder", True, marks=pytest.mark.compiles),
+    ],
+)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_skipped_step_keeps_the_bits_of_every_half_number(name, kind, compiled, dtype):
+    # Also of subnormals, infinities and each NaN, which a float32 copy would change.
+    weights = {"w": mx.arange(2**16, dtype=mx.uint16).view(dtype)}
+    scaler, inner = used(), OPTIMIZERS[name]()
+    apply, state = partial(scaler.apply_gradients, inner), inner.state
+    if kind == "scaler":
+        inner.init({"w": mx.zeros(2**16)})
     else:
-        new = scaler.apply_gradients(make(), grads, weights)
+        optimizer = LossScaleOptimizer(inner, scaler, masters=kind)
+        optimizer.init(weights)
+        apply, state = optimizer.apply_gradients, optimizer.state
+        if kind == "remainder":
+            remainders = mx.arange(2**16).astype(mx.int16)
+            state["remainders"]["w"] = remainders
+    state = [state, scaler.state]
+    apply = mx.compile(apply, inputs=state, outputs=state) if compiled else apply
+    moments = bits(inner.state)
+    new = apply({"w": mx.full(2**16, INF, dtype)}, weights)
     assert not scaler.last_step_applied.item()
-    assert mx.array_equal(new["w"].view(mx.uint16), bits).item()
+    assert same(new, weights)
+    assert bits(inner.state) == moments
+    if kind == "remainder":
+        assert same(optimizer.state["remainders"]["w"], remainders)
 
 
 @pytest.mark.compiles

@@ -1,14 +1,12 @@
 """Third-party optimizers: exact outside of ``mx.compile``; inside, right or refused."""
 
 import copy
-import pickle
 
 import mlx.core as mx
 import mlx.optimizers as optim
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.helpers import bits, same
+from support.helpers import bits, pickled, same
 from support.optimizer_helpers import check_beside_bare
 from support.packed_moments import PackedAdamW
 from support.scaler_helpers import guarded_apply
@@ -244,23 +242,22 @@ def test_overrides_that_a_step_would_not_call_are_refused():
         def apply_gradients(self, gradients, parameters):
             return super().apply_gradients(gradients, parameters)
 
-    inputs = ({"w": mx.ones(2)}, {"w": mx.ones(2)})
-    for optimizer in (Clipping(0.1), optim.MultiOptimizer([Clipping(0.1)], [])):
-        with pytest.raises(TypeError, match=r"overrides update\(\)"):
-            guarded_apply(optimizer, *inputs)
-        with pytest.raises(TypeError, match=r"overrides update\(\)"):
-            LossScaleOptimizer(optimizer)
+    assigned, inputs = optim.SGD(0.1), ({"w": mx.ones(2)}, {"w": mx.ones(2)})
+    assigned.update = lambda model, gradients: None
+    for one in (Clipping(0.1), assigned):
+        for optimizer in (one, optim.MultiOptimizer([one], [])):
+            with pytest.raises(TypeError, match=r"overrides update\(\)"):
+                guarded_apply(optimizer, *inputs)
+            with pytest.raises(TypeError, match=r"overrides update\(\)"):
+                LossScaleOptimizer(optimizer)
     with pytest.raises(TypeError, match=r"overrides apply_gradients"):
         guarded_apply(Ten([optim.SGD(0.1)], []), *inputs)
 
 
 def test_state_with_arrays_in_a_tuple_is_refused():
-    class InATuple(optim.Optimizer):
+    class InATuple(Own):
         def init_single(self, parameter, state):
             state["mv"] = (mx.zeros_like(parameter), mx.zeros_like(parameter))
-
-        def apply_single(self, gradient, parameter, state):
-            return parameter
 
     with pytest.raises(TypeError, match=r"stores 'w\.mv\.0' in a tuple"):
         guarded_apply(InATuple(), {"w": mx.ones(2)}, {"w": mx.ones(2)})
@@ -306,10 +303,6 @@ def set_state(optimizer):
     other.apply_gradients({"w": mx.array([5.0, 6.0])}, {"w": mx.ones(2)})
     other.state = tree_unflatten(tree_flatten(optimizer.state))
     return other
-
-
-def pickled(optimizer):
-    return pickle.loads(pickle.dumps(optimizer))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, set_state])
@@ -359,9 +352,3 @@ def test_scaler_distinguishes_optimizers_that_compare_equal():
         new = scaler.apply_gradients(Equal(rate), {"w": mx.ones(1)}, weights)
         assert new["w"].item() == -rate
     scaler.update()
-
-
-def test_list_of_arrays_named_states_and_numpy_max_grad_norm_are_accepted():
-    optimizer = GuardedOptimizer(FlagForAll(), max_grad_norm=np.float32(2))
-    optimizer.apply_gradients(*[{"w": mx.ones(2)}] * 2)
-    assert (optimizer.step.item(), optimizer.max_grad_norm) == (1, 2.0)

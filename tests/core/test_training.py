@@ -1,4 +1,4 @@
-"""Float16 with the wrapper trains as well as float32; with less it does not."""
+"""Float16 with the wrapper trains as well as float32, and leaks nothing."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -7,6 +7,7 @@ import pytest
 from support.helpers import Mlp, batch, mse
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from tools.soak import soak
 
 STEPS = 150
 
@@ -57,3 +58,10 @@ def test_float32_parameters_computed_in_float16_end_near_float32(expected):
 def test_master_weights_without_loss_scaling_lose_small_gradients(expected):
     found = train(mx.float16, GuardedOptimizer(optim.AdamW(3e-3, eps=1e-12)), 1e-6)
     assert found > 2 * expected
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("steps", "compiled"), [(1000, True), (300, False)])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_long_training_leaks_no_memory_and_follows_the_scale_rule(steps, compiled):
+    assert soak(steps, compiled, seed=1)

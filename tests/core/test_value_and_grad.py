@@ -1,8 +1,6 @@
 """Differentiating in a compute dtype leaves everything else as it was."""
 
 import copy
-import pickle
-import warnings
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -12,8 +10,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import Mlp, Traced, batch, bits, dtypes, mse
-from support.optimizer_helpers import HALVES
+from support.helpers import Mlp, Traced, batch, bits, dtypes, mse, pickled
+from support.optimizer_helpers import HALVES, assert_near
+from support.scaler_helpers import every_warning
 
 from mlx_gradscale import GradScaler
 
@@ -206,7 +205,7 @@ def test_modules_have_their_own_classes_inside_the_model_and_after_a_loss(ends):
         scaler.value_and_grad(model, loss_fn, mx.float16)(batch()[0])
     assert [*inside, (type(model), type(model.layer))] == [(Noting, Registry)] * 2
     assert Registry.names == []
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model.layer)))
+    again = pickled(copy.deepcopy(model.layer))
     assert (type(again), bits(again.weight)) == (Registry, bits(model.layer.weight))
 
 
@@ -250,14 +249,13 @@ def test_value_and_grad_restores_the_models_own_arrays(compute_dtype):
 def test_half_model_with_float32_inputs_warns_once_about_promotion(dtype):
     model = Mlp(dtype=dtype)
     loss_and_grad = GradScaler(64.0).value_and_grad(model, mse(model))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with every_warning() as caught:
         for _ in range(3):
             loss_and_grad(*batch())
         loss_and_grad(*batch(dtype=dtype))
-    messages = [str(w.message) for w in caught]
-    assert [m.startswith("Mlp has mlx.core") for m in messages] == [True]
-    assert [w.filename for w in caught] == [__file__]
+    [warning] = caught
+    assert str(warning.message).startswith("Mlp has mlx.core")
+    assert warning.filename == __file__
 
 
 def square_norm(tree):
@@ -276,26 +274,22 @@ def test_gradient_penalty_inside_a_loss_function_is_correct(compute_dtype):
     expected, plain = nn.value_and_grad(model, loss_fn)(*batch())
     near = 1e-5 if compute_dtype is None else 0.1
     assert loss.item() == pytest.approx(expected.item(), rel=near)
-    for (path, a), (_, b) in zip(tree_flatten(grads), tree_flatten(plain), strict=True):
-        assert mx.allclose(a, b, rtol=near, atol=near), path
+    assert_near(grads, plain, rtol=near, atol=near)
 
 
 def test_penalty_on_gradients_from_value_and_grad_is_correct():
     model, scaler = Mlp(), GradScaler(1024.0)
-    ours = scaler.value_and_grad(model, mse(model))
-    plain = nn.value_and_grad(model, mse(model))
     found = []
-    for gradients_of in (ours, plain):
+    for make in (scaler.value_and_grad, nn.value_and_grad):
 
-        def penalty(parameters, gradients_of=gradients_of):
+        def penalty(parameters, make=make):
             model.update(parameters)
-            return square_norm(gradients_of(*batch())[1])
+            return square_norm(make(model, mse(model))(*batch())[1])
 
         weights = model.trainable_parameters()
-        found.append(dict(tree_flatten(mx.grad(penalty)(weights))))
+        found.append(mx.grad(penalty)(weights))
         model.update(weights)
-    for path, x in found[0].items():
-        assert mx.allclose(x, found[1][path], rtol=1e-4, atol=1e-5), path
+    assert_near(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("second", [0, 1])

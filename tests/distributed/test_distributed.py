@@ -61,9 +61,10 @@ def equal(found, check):
     return first
 
 
-def check_data_parallel(report, ranks, steps):
-    finite = ~overflows(steps, ranks).any(axis=1)
-    assert 0 < finite.sum() < steps
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks):
+    report = equal(ranks, "data parallel")
+    finite = ~overflows(len(report["scales"]), len(ranks)).any(axis=1)
+    assert 0 < finite.sum() < len(finite)
     expected = Reference(scale=2.0**8, growth_interval=10, max_scale=2.0**10)
     scales = []
     for ok in finite:
@@ -72,16 +73,7 @@ def check_data_parallel(report, ranks, steps):
     assert report["scales"] == scales
     assert report["skipped"] == (~finite).sum()
     assert report["steps"] == finite.sum()
-
-
-def test_overflow_on_one_rank_skips_the_step_on_both_ranks(two):
-    report = equal(two, "data parallel")
-    check_data_parallel(report, 2, 80)
-    assert report["traces"] == 1
-
-
-def test_overflow_on_one_rank_skips_the_step_on_all_four_ranks(four):
-    check_data_parallel(equal(four, "data parallel"), 4, 50)
+    assert len(ranks) > 2 or report["traces"] == 1
 
 
 def test_scaler_in_a_custom_loop_decides_with_one_all_reduce(two):

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx.utils
 import pytest
+from support.optimizer_helpers import loop_of
 
 import mlx_gradscale
-from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 # Calls for each leaf of one gradient and of one step.
 GRADIENT, STEP = 6, 6
@@ -50,32 +50,22 @@ def calls(function):
     return count
 
 
-def with_optimizer(model, loss_fn):
-    optimizer = LossScaleOptimizer(optim.AdamW(1e-3))
-    loss_and_grad = optimizer.value_and_grad(model, loss_fn)
-    return loss_and_grad, lambda grads: optimizer.update(model, grads)
-
-
-def with_scaler(model, loss_fn):
-    scaler, optimizer = GradScaler(), optim.AdamW(1e-3)
-    loss_and_grad = scaler.value_and_grad(model, loss_fn)
-    return loss_and_grad, lambda grads: scaler.minimize(optimizer, model, grads)
-
-
-def calls_of(make, count):
+def calls_of(kind, count):
     """Return the calls of one gradient and of one step with so many leaves."""
     model, x = Leaves(count), mx.ones((1, 1))
-    loss_and_grad, step = make(model, lambda x: model(x).sum())
+    _, loss_and_grad, update = loop_of(
+        kind, model, optim.AdamW(1e-3), loss_fn=lambda x: model(x).sum()
+    )
     # State, traces and warnings of the first steps do not count.
     for _ in range(2):
-        step(loss_and_grad(x)[1])
+        update(model, loss_and_grad(x)[1])
     _, grads = loss_and_grad(x)
-    return calls(lambda: loss_and_grad(x)), calls(lambda: step(grads))
+    return calls(lambda: loss_and_grad(x)), calls(lambda: update(model, grads))
 
 
-@pytest.mark.parametrize("make", [with_optimizer, with_scaler])
-def test_eager_step_calls_few_functions_per_leaf(make):
-    few, many = calls_of(make, 100), calls_of(make, 200)
+@pytest.mark.parametrize("kind", ["scaler", "wrapper"])
+def test_eager_step_calls_few_functions_per_leaf(kind):
+    few, many = calls_of(kind, 100), calls_of(kind, 200)
     per_leaf = [(b - a) / 100 for a, b in zip(few, many, strict=True)]
     assert per_leaf[0] <= GRADIENT, per_leaf
     assert per_leaf[1] <= STEP, per_leaf

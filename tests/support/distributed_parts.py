@@ -8,7 +8,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from support.helpers import Traced, batch, bits, mse
+from support.helpers import Traced, batch, mse
+from support.optimizer_helpers import leaves_of
 
 
 def overflows(steps, ranks):
@@ -24,17 +25,7 @@ def rank_batch(step, rank, overflow, n=4):
 
 def fingerprint(tree):
     """Return a hash of a tree, equal only if the tree is bit-identical."""
-    return hashlib.sha256(
-        repr(sorted(bits(_arrays(tree)).items())).encode()
-    ).hexdigest()
-
-
-def _arrays(tree):
-    if isinstance(tree, dict):
-        return {key: _arrays(x) for key, x in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_arrays(x) for x in tree]
-    return tree if isinstance(tree, mx.array) else mx.array([])
+    return hashlib.sha256(repr(sorted(leaves_of(tree).items())).encode()).hexdigest()
 
 
 def all_reduces(outputs):

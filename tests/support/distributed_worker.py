@@ -29,6 +29,7 @@ from support.distributed_parts import (
     rank_batch,
 )
 from support.helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
+from support.scaler_helpers import used
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
@@ -93,51 +94,47 @@ def own_loop(group, steps=40):
 def decide(group):
     """Different gradients on every rank, none on rank 0, without averaging."""
     rank, last = group.rank(), group.size() - 1
+    options = {"init_scale": 8.0, "growth_interval": 1, "group": group}
     found = {}
+
+    def report(case, scaler, new, state):
+        count = all_reduces([new, state])
+        moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
+        found[case] = [scaler.get_scale(), count, moved]
+
     for bad in (False, True):
         value = INF if bad and rank == last else 8.0
         grads = {} if rank == 0 else {"w": mx.full((rank,), value)}
         weights = tree_map(mx.zeros_like, grads)
 
         for way in ("step", "unscale_and_step", "unscale_only"):
-            one, sgd, new = ready_scaler(group), optim.SGD(1.0), weights
+            one, sgd, new = used(GradScaler(**options)), optim.SGD(1.0), weights
             given = grads if way == "step" else one.unscale_(sgd, grads)
             if way != "unscale_only":
                 new = one.apply_gradients(sgd, given, weights)
             one.update()
-            count = all_reduces([new, one.state])
-            moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
-            found[f"{way} {bad}"] = [one.get_scale(), count, moved]
+            report(f"{way} {bad}", one, new, one.state)
         grads = {f"w{rank}": mx.full((rank + 1,), value)}
         weights = tree_map(mx.zeros_like, grads)
         for max_grad_norm in (None, INF):
             wrapper = LossScaleOptimizer(
                 optim.SGD(1.0),
-                ready_scaler(group),
+                used(GradScaler(**options)),
                 max_grad_norm=max_grad_norm,
                 group=group,
                 sharded=True,
             )
             wrapper.init(weights)
             new = wrapper.apply_gradients(grads, weights)
-            count = all_reduces([new, wrapper.state])
-            moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
-            scale = wrapper.scaler.get_scale()
-            found[f"wrapper {max_grad_norm} {bad}"] = [scale, count, moved]
+            case = f"wrapper {max_grad_norm} {bad}"
+            report(case, wrapper.scaler, new, wrapper.state)
     return found
-
-
-def ready_scaler(group):
-    scaler = GradScaler(init_scale=8.0, growth_interval=1, group=group)
-    scaler.scale(mx.array(1.0))
-    return scaler
 
 
 def tensor_parallel(group, steps=12):
     """Linear layers cut over the ranks, against the same model in one piece."""
     mx.random.seed(3)
-    whole = Mlp(16)
-    cut = Mlp(16)
+    whole, cut = Mlp(16), Mlp(16)
 
     def cut_layers():
         kinds = ("all-to-sharded", "sharded-to-all")
@@ -166,10 +163,9 @@ def tensor_parallel(group, steps=12):
 
         return mx.compile(step, inputs=state, outputs=state), state, optimizer
 
-    def is_shard(path, gradient):
-        return path != "layers.1.bias"
-
-    step, state, optimizer = trainer(cut, group=group, sharded=is_shard)
+    step, state, optimizer = trainer(
+        cut, group=group, sharded=lambda path, _: path != "layers.1.bias"
+    )
     reference, reference_state, expected = trainer(whole)
     last = group.size() - 1
     norms = []

@@ -1,5 +1,7 @@
 """Models, trees and optimizers that the tests share."""
 
+import pickle
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -142,6 +144,10 @@ def mse(model):
 def batch(seed=0, n=32, dtype=mx.float32):
     x = mx.random.normal((n, 8), key=mx.random.key(seed))
     return x.astype(dtype), mx.sum(x, axis=1, keepdims=True)
+
+
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))
 
 
 class Traced:

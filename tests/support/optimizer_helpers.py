@@ -1,19 +1,40 @@
 """What the tests of ``LossScaleOptimizer`` share."""
 
+from functools import partial
+
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 from support.helpers import INF, Mlp, Traced, batch, bits, gradients_like, mse
+from support.scaler_helpers import used
 
 HALVES = [mx.float16, mx.bfloat16]
 
 
 def wrapped(inner=None, scale=1.0, **arguments):
-    scaler = GradScaler(init_scale=scale)
-    scaler.scale(mx.array(1.0))
+    scaler = used(GradScaler(scale))
     return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
+
+
+def loop_of(kind, model, inner, scaler=None, loss_fn=None, dtype=None, **arguments):
+    """Return what a loop of a kind calls: the optimizer, its gradients and its update.
+
+    The kinds are "plain", "scaler", "guarded" and, by any other name, a wrapper.
+    """
+    scaler, loss_fn = scaler or GradScaler(), loss_fn or mse(model)
+    if kind == "plain":
+        return inner, nn.value_and_grad(model, loss_fn), inner.update
+    if kind == "scaler":
+        update = partial(scaler.minimize, inner)
+        return inner, scaler.value_and_grad(model, loss_fn, dtype), update
+    if kind == "guarded":
+        optimizer = GuardedOptimizer(inner, **arguments)
+    else:
+        optimizer = LossScaleOptimizer(inner, scaler, **arguments)
+    return optimizer, optimizer.value_and_grad(model, loss_fn, dtype), optimizer.update
 
 
 class Training:
@@ -55,15 +76,19 @@ class Training:
         return bits([self.model.parameters(), self.optimizer.state])
 
 
-def arrays(tree):
-    """The arrays of a state that holds other things too, by path."""
-    return {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
+def assert_near(tree, expected, rtol=1e-5, atol=1e-6):
+    """Check that two trees have the same paths and nearly the same values."""
+    found, expected = dict(tree_flatten(tree)), dict(tree_flatten(expected))
+    assert found.keys() == expected.keys()
+    for path, x in found.items():
+        assert mx.allclose(x, expected[path], rtol=rtol, atol=atol).item(), path
 
 
 def leaves_of(tree):
     """Every leaf of a state, arrays as their bits, other values as text."""
-    found = {p: repr(x) for p, x in tree_flatten(tree) if not isinstance(x, mx.array)}
-    return found | bits(arrays(tree))
+    arrays = {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
+    others = {p: repr(x) for p, x in tree_flatten(tree) if p not in arrays}
+    return others | bits(arrays)
 
 
 def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
@@ -104,8 +129,6 @@ def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
     if not compiled:
         assert bits(weights) == bits(expected)
         assert leaves_of(optimizer.optimizer.state) == leaves_of(bare.state)
-    expected = dict(tree_flatten(expected))
-    for path, x in tree_flatten(weights):
-        assert mx.allclose(x, expected[path], rtol=tolerance, atol=tolerance), path
+    assert_near(weights, expected, rtol=tolerance, atol=tolerance)
     assert optimizer.step.item() == steps - len(bad)
     return optimizer

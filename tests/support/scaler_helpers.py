@@ -1,11 +1,20 @@
 """What the tests of ``GradScaler`` share."""
 
 import warnings
+from contextlib import contextmanager
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_gradscale import GradScaler
+
+
+@contextmanager
+def every_warning():
+    """Record all warnings, also those that repeat."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 def used(scaler=None):

@@ -1,0 +1,62 @@
+"""Moments in half the bytes: ``moments="bfloat16"``."""
+
+import itertools
+import math
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+from support.helpers import gradients_like
+from support.optimizer_helpers import HALVES, wrapped
+
+from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
+
+
+def nbytes(tree):
+    return sum(x.nbytes for _, x in tree_flatten(tree) if x.ndim)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_remainders_take_twelve_bytes_per_parameter_and_eight_with_small_moments(dtype):
+    taken = {}
+    for kinds in itertools.product(("float32", "remainder"), ("float32", "bfloat16")):
+        weights = {"w": mx.ones((32, 32), dtype)}
+        optimizer = wrapped(**dict(zip(("masters", "moments"), kinds, strict=True)))
+        optimizer.init(weights)
+        for seed in range(2):
+            gradients = gradients_like(weights, seed)
+            weights = optimizer.apply_gradients(gradients, weights)
+        state = {k: x for k, x in optimizer.state.items() if k != "written"}
+        taken["/".join(kinds)] = nbytes([weights, state]) / 1024
+    # Weight 2, 4 or 2, moments 8 or 4. What was written is the weight's own memory.
+    assert taken == {
+        "float32/float32": 14,
+        "remainder/float32": 12,
+        "float32/bfloat16": 10,
+        "remainder/bfloat16": 8,
+    }
+
+
+def test_bfloat16_moments_decay_where_rounding_to_the_nearest_would_freeze_them():
+    start = {"w": mx.linspace(0.5, 2.0, 256)}
+    optimizer = GuardedOptimizer(optim.Adam(0.0), moments="bfloat16")
+    optimizer.init(start)
+    optimizer.apply_gradients(start, start)
+    first = optimizer.state["w"]["v"].astype(mx.float32)
+    none = {"w": mx.zeros(256)}
+    for _ in range(800):
+        optimizer.apply_gradients(none, start)
+        mx.eval(optimizer.state)
+    decay = optimizer.state["w"]["v"].astype(mx.float32) / first
+    # To the nearest, v would not change at all.
+    assert mx.array_equal((first * 0.999).astype(mx.bfloat16).astype(mx.float32), first)
+    assert mx.allclose(
+        mx.log(decay), mx.array(800 * math.log(0.999)), atol=0.15, rtol=0
+    )
+
+
+def test_bfloat16_moments_of_a_third_party_optimizer_are_refused():
+    inner = optim.MultiOptimizer([type("Own", (optim.Adam,), {})(0.1)], [])
+    with pytest.raises(ValueError, match="Own stores its state itself"):
+        LossScaleOptimizer(inner, moments="bfloat16")
