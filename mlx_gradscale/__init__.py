@@ -18,8 +18,8 @@ from .compile_step import compile_step
 from .core.finite import all_finite
 from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
 from .core.scaler import GradScaler
-from .float32_layers import find_float32_layers, float32_layers
-from .nonfinite import NonFinite, nonfinite
+from .float32 import find_float32_layers, float32_layers
+from .nonfinite_leaves import NonFinite, nonfinite
 from .trainers.everywhere import everywhere
 
 __all__ = [

@@ -11,7 +11,7 @@ from .commands import run_command
 # command: (module whose main() runs it, description)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
-    "float16": ("float32_layers.command", "find layers that must compute in float32"),
+    "float16": ("float32.command", "find layers that must compute in float32"),
     "inspect": ("inspect", "list the contents of a checkpoint"),
     "lora": ("trainers.lora", "fine-tune with mlx-lm and loss scaling"),
     "plot": ("plot", "plot the history of a run"),

@@ -18,7 +18,7 @@ from ..core.trees import flatten, walk
 from ..distributed import assert_in_sync, raise_together
 from ..files.arrays import checksum
 from ..files.text import dtype_name
-from ..nonfinite import nonfinite
+from ..nonfinite_leaves import nonfinite
 from .folder import Checkpoint, write_checkpoint
 from .memory_order import find_orders
 

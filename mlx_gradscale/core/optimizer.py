@@ -151,9 +151,8 @@ class LossScaleOptimizer(Optimizer):
         """
         refuse_multi_optimizer()
         if not self._ranks.is_single:
-            own = {"masters": self._masters.kind, "moments": self._moments}
-            norm = {"max_grad_norm": self.max_grad_norm}
-            settings = own | norm | self.scaler.state_dict()
+            settings = {"max_grad_norm": self.max_grad_norm, "moments": self._moments}
+            settings |= {"masters": self._masters.kind} | self.scaler.state_dict()
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:

@@ -337,7 +337,7 @@ class GradScaler:
             optimizer.update(model, grads)
         else:
             self._plan(optimizer, grads, model).commit_to_model()
-        return self.last_step_applied
+        return self._state["last_step_applied"]
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Like :meth:`step`, but take and return a tree of parameters.
@@ -356,7 +356,7 @@ class GradScaler:
         check_model(model, "minimize", "apply_gradients()")
         self._plan(optimizer, grads, model, is_last=True).commit_to_model()
         self._end_iteration()
-        return self.last_step_applied
+        return self._state["last_step_applied"]
 
     def _participant(self, optimizer: Any) -> Participant:
         if is_wrapper(optimizer):
@@ -405,7 +405,8 @@ class GradScaler:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(participant, grads, leaves, inspected)
         if self._enabled:
-            self._add_user(optimizer)
+            if id(optimizer) not in self._users:
+                self._add_user(optimizer)
             planned.writes += self._writes(inspected.applied, is_last)
             done = _Stage(optimizer, participant.ranks, inspected.applied, stepped=True)
             planned.writes.append((self._stages, id(optimizer), done))
@@ -427,8 +428,9 @@ class GradScaler:
                 "gradients may have underflowed. Get them from value_and_grad() or "
                 "scale_loss(). To train without loss scaling, use GuardedOptimizer.",
             )
-        dtypes = {leaf.parameter.dtype for leaf in leaves}
-        if participant.masters is None and not dtypes.isdisjoint(HALF):
+        if participant.masters is None and any(
+            x.parameter.dtype in HALF for x in leaves
+        ):
             self._backward.warn_once(
                 "no master weights",
                 "Some parameters are float16 or bfloat16 and have no master weights, "
@@ -438,9 +440,8 @@ class GradScaler:
 
     def _add_user(self, optimizer: Optimizer) -> None:
         """Remember, weakly, that an optimizer steps with this scaler."""
-        if id(optimizer) not in self._users:
-            forget = partial(_forget, self._users, id(optimizer))
-            self._users[id(optimizer)] = weakref.ref(optimizer, forget)
+        forget = partial(_forget, self._users, id(optimizer))
+        self._users[id(optimizer)] = weakref.ref(optimizer, forget)
 
     def _refuse_if_shared(self) -> None:
         """Raise if more than one optimizer steps with this scaler."""

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.finite import all_finite
-from ..float32_layers.calls import preserved
-from ..float32_layers.progress import Progress
-from ..float32_layers.trial import Trial
+from ..float32.calls import preserved
+from ..float32.progress import Progress
+from ..float32.trial import Trial
 from .reading import scaler_of
 
 # Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..files.text import align, dtype_name
-from ..float32_layers.trial import Call, Trial
+from ..float32.trial import Call, Trial
 
 
 @dataclass(frozen=True)

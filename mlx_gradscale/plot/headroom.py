@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ..float32_layers import Float32Search, Row
+from ..float32 import Float32Search, Row
 from .style import Figure, Output, label_powers, new_figure
 
 # The exponent of float16's smallest positive number: the axis is linear.

@@ -12,7 +12,7 @@ from ..core.scaler import GradScaler
 from ..files.text import percent, plural
 
 if TYPE_CHECKING:
-    from ..float32_layers import Float32Search
+    from ..float32 import Float32Search
 
 EXPLAIN = "To find the cause, call mlx_gradscale.diagnostics.explain_overflow()."
 

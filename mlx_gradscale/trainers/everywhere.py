@@ -320,7 +320,7 @@ _INTERNAL = (
     "mlx.",
     "mlx_gradscale.core.",
     "mlx_gradscale.diagnostics.",
-    "mlx_gradscale.float32_layers.",
+    "mlx_gradscale.float32.",
 )
 _lock = threading.Lock()
 _replaced = ExitStack()

@@ -32,7 +32,7 @@ from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
 from ..diagnostics import LossScaleCallback, ScaleHistory
 from ..files.text import dtype_name, power
-from ..float32_layers import float32_layers
+from ..float32 import float32_layers
 from .advice import EXPLAIN, describe_skips, find_first_scale
 from .lora import read_loss_scale, wrap_optimizer
 

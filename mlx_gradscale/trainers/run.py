@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from ..float32_layers.where import read_where
+from ..float32.where import read_where
 from .everywhere import everywhere
 
 # The options that are passed to everywhere() if they are given.

@@ -1,7 +1,5 @@
 """calibrate() finds a scale before the first step."""
 
-import sys
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -10,6 +8,7 @@ from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import calibrate
+from mlx_gradscale.float32 import progress
 
 
 @pytest.mark.parametrize("weight", [1e-3, 1.0, 1e3, 1e6])
@@ -52,8 +51,6 @@ def test_calibrate_prints_its_runs_to_stderr_only_if_it_takes_long(
 ):
     caplog.set_level("WARNING", "mlx_gradscale")
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
-    # By its name in sys.modules: the package has a function float32_layers.
-    progress = sys.modules["mlx_gradscale.float32_layers.progress"]
     for delay, is_shown in ((1e9, False), (0.0, True)):
         monkeypatch.setattr(progress, "_DELAY", delay)
         calibrate(GradScaler(), model, mse(model), *data)

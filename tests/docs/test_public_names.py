@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 MODULES = (
-    *("convert", "diagnostics", "distributed", "ema", "float32_layers", "formats"),
+    *("convert", "diagnostics", "distributed", "ema", "float32", "formats"),
     *("plot", "torch_checkpoint"),
 )
 

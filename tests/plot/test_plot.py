@@ -12,7 +12,7 @@ import pytest
 
 from mlx_gradscale import GradScaler
 from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
-from mlx_gradscale.float32_layers import Float32Search, Row
+from mlx_gradscale.float32 import Float32Search, Row
 from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
 
 matplotlib = pytest.importorskip("matplotlib")

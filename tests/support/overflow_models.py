@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-# Under another name, because tests/float32_layers is a package.
 EXAMPLE = Path(__file__).parents[2] / "examples" / "float32_layers.py"
 _spec = importlib.util.spec_from_file_location("overflowing", EXAMPLE)
 overflowing = importlib.util.module_from_spec(_spec)

@@ -18,7 +18,7 @@ from support.lora_parts import make_data, make_model
 from support.ring import run_ranks
 
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.float32_layers import Float32Search
+from mlx_gradscale.float32 import Float32Search
 from mlx_gradscale.trainers import lora_training
 from mlx_gradscale.trainers.lora import main
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_gradscale.__main__ import main
-from mlx_gradscale.float32_layers import Float32Search
+from mlx_gradscale.float32 import Float32Search
 
 SCALER_STATE = str(Path(__file__).parents[1] / "golden/saved/0.1.0/scaler.json")
 SCRIPT = """

@@ -21,7 +21,7 @@ from mlx_gradscale import (
 )
 from mlx_gradscale.convert import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.float32_layers import Float32Search
+from mlx_gradscale.float32 import Float32Search
 
 SCALE, GROWTH_INTERVAL, STEPS = 512.0, 7, 3
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..files.text import list_some, power
-from ..nonfinite import nonfinite
+from ..nonfinite_leaves import nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
 

@@ -17,7 +17,7 @@ from ..core.gradients import loss_of
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
-from ..nonfinite import NonFinite
+from ..nonfinite_leaves import NonFinite
 from .calls import (
     Handler,
     get_handlers,

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.float32_layers.command import _parser, main
+from mlx_gradscale.float32.command import _parser, main
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")

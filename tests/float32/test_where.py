@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.float32_layers import Float32Search
+from mlx_gradscale.float32 import Float32Search
 
 
 class Block(nn.Identity):

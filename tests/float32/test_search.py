@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from support.helpers import model_state
 
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
-from mlx_gradscale.float32_layers.trial import Trial, relative_distance
+from mlx_gradscale.float32.trial import Trial, relative_distance
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
