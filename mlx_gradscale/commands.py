@@ -2,23 +2,29 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .files.text import printable
+from .torch_checkpoint import Limits
+
+# Exceptions that files and users' models may cause.
+EXPECTED = (
+    *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
+    *(ArithmeticError, MemoryError),
+)
+LIMITS = [*Limits.__dataclass_fields__]
 
 
 def run_command(
     work: Callable[[], int | None],
     expected: tuple[type[Exception], ...] = (),
-    flags: Mapping[str, str] | None = None,
 ) -> int:
     """Run the work of a command and return its exit code.
 
     Args:
         work (Callable): Returns an exit code; None means 0.
         expected (tuple): The exceptions to print on one line.
-        flags (dict, optional): Maps argument names in errors to command-line flags.
 
     Returns:
         int: The exit code of ``work``, or 1 after an expected exception. As in a shell,
@@ -45,7 +51,20 @@ def run_command(
         return 141
     except expected as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        for argument, flag in (flags or {}).items():
-            text = text.replace(argument, flag)
+        for name in LIMITS:  # errors of the reader refer to Python's argument
+            text = text.replace(f"limits.{name}", f"--limit {name}=...")
         print(f"error: {printable(text)}", file=sys.stderr)
         return 1
+
+
+def read_limits(given: Sequence[str]) -> Limits | None:
+    """Parse the values of ``--limit``, ``NAME=NUMBER``; return None without any."""
+    try:
+        pairs = [text.split("=") for text in given]
+        raised = {name: int(float(number)) for name, number in pairs}
+        return Limits(**raised) if raised else None
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(
+            f"--limit must be NAME=NUMBER, got {' '.join(given)}. NAME must be "
+            f"{' or '.join(LIMITS)}."
+        ) from None

@@ -45,7 +45,9 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     compiled = _compile(step, inputs=state, outputs=state)
     dicts = [tree for tree, _ in snapshot(state) if isinstance(tree, dict)]
     scaler_states = [tree for tree in dicts if "consecutive_skips" in tree]
-    watched = [(tree, SkipWatch(), WarnOnce()) for tree in scaler_states]
+    watched = [(tree, SkipWatch()) for tree in scaler_states]
+    # Shared, so that several scalers that skip the same steps warn once.
+    warn_once = WarnOnce()
 
     @wraps(step)
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +62,7 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
                 first, second = key.tolist()
                 mx.random.seed(first << 32 | second)
             raise
-        for scaler_state, watch, warn_once in watched:
+        for scaler_state, watch in watched:
             watch.look(scaler_state, warn_once)
         return result
 

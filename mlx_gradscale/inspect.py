@@ -15,8 +15,7 @@ from typing import Any
 
 from . import torch_checkpoint
 from .checkpoint import latest_checkpoint
-from .commands import run_command
-from .convert.command import LIMIT_FLAGS, read_limits
+from .commands import EXPECTED, read_limits, run_command
 from .files.arrays import read_shapes
 from .files.paths import LONGEST_JSON, open_file, read_json
 from .files.text import align, dtype_name, plural, printable, shorten
@@ -24,7 +23,6 @@ from .torch_checkpoint import Limits, TensorShape, plain_value
 
 __all__ = ["describe", "main", "render"]
 
-_EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
 # Bytes of JSON, such as the header of a safetensors file, that count as one operation.
@@ -41,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         int: The exit code: 0 on success, 1 after an error; see :func:`run_command`.
     """
-    return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
+    return run_command(lambda: _inspect(argv), EXPECTED)
 
 
 def _inspect(argv: Sequence[str] | None) -> None:
@@ -113,7 +111,7 @@ def _read_folder(path: Path, limits: Limits, errors: dict[str, str]) -> dict[str
             continue
         try:
             found[name] = _read(file, limits)
-        except _EXPECTED as error:
+        except EXPECTED as error:
             errors[name] = shorten(str(error).removeprefix(f"{file}: "), 400)
     if not found and not errors:
         raise ValueError(f"{path} contains no files of type {', '.join(_SUFFIXES)}.")

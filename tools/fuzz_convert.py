@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_gradscale.checkpoint.save import describe_optimizer
+from mlx_gradscale.convert.optimizers import to_mlx
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_run
 from mlx_gradscale.convert.template import make_template
@@ -137,15 +138,15 @@ def convert_tree(tree: Any, folder: Path) -> None:
     """Convert a tree to MLX in memory, and back to a PyTorch file."""
     model, options = Net(), Options()
     template, _ = make_template(tree, model, options)
-    weights, flat = template.weights(), template.optimizer_state()
+    tensors = template.tensors()
+    weights, flat = template.plan.to_mlx(tensors), to_mlx(template.groups, tensors)
     mx.eval(weights, flat)
-    template.scaler_state()
     model.load_weights(list(weights.items()), strict=False)
     run = gather(model)
     if template.groups:
         run = run._replace(optimizer=flat, description=_description(template))
     write_run(folder / "out.pt", template, run, overwrite=True)
-    template.drop_tensors([], weights)
+    template.drop_tensors(set(), weights.keys())
     from_object(to_object(template), folder)
 
 
@@ -157,9 +158,9 @@ def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     """Make a template of a valid checkpoint, damage it, and try to fill it."""
     model = Net()
     template, _ = make_template(tree, model, Options())
-    flat = template.optimizer_state()
+    flat = to_mlx(template.groups, template.tensors())
     run = gather(model)._replace(optimizer=flat, description=_description(template))
-    template.drop_tensors([], template.weights())
+    template.drop_tensors(set(), run.weights.keys())
     damaged = from_object(mutate(to_object(template), rng) or {}, folder)
     write_run(folder / "out.pt", damaged, run, overwrite=True)
 

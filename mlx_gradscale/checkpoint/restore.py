@@ -60,7 +60,7 @@ def restore_checkpoint(
             dtypes. Frozen weights that were not saved must have the same values.
         optimizer (Optimizer): An optimizer of the same class and with the same settings
             as the saved one. It does not have to be initialized.
-        scaler (GradScaler, optional): As for :func:`save_checkpoint`.
+        scaler (GradScaler, optional): Same as in :func:`save_checkpoint`.
 
     Returns:
         dict: The ``extra`` values passed to :func:`save_checkpoint`.

@@ -13,12 +13,11 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from .. import torch_checkpoint
 from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
-from ..commands import run_command
+from ..commands import EXPECTED, LIMITS, read_limits, run_command
 from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
-from ..files.text import align, printable
+from ..files.text import align, list_some, printable
 from .folder import check_folder, check_torch, check_writable
 from .layouts import AXES
 from .load import TorchRun, load_torch
@@ -29,15 +28,8 @@ from .save import unwrap, write_run
 from .sections import SECTIONS
 from .template import Template
 from .template_file import FILES, TEMPLATE, read_template, write_template
-from .tree import ConvertError, list_some, show
+from .tree import ConvertError, show
 
-_EXPECTED = (
-    *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
-    *(ArithmeticError, MemoryError),
-)
-_LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
-# Argument names in the reader's errors, mapped to the command's flags.
-LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
 # Names in the folder of a run, with those of a writer that was killed.
 _OWN = re.compile(rf"save-\d+|{re.escape(TEMPLATE)}|{FILES}|\.mlx_gradscale-.*")
 _LARGE = 2**30  # bytes from which the command reports its progress
@@ -54,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: The exit code: 0 on success, 1 after an error (printed on one line), 130
         after Ctrl-C, 141 for a closed pipe. Invalid arguments raise ``SystemExit(2)``.
     """
-    return run_command(lambda: _convert(_parse(argv)), _EXPECTED, flags=LIMIT_FLAGS)
+    return run_command(lambda: _convert(_parse(argv)), EXPECTED)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -120,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
         ("--accept", "SETTING", "ignore an optimizer setting in which PyTorch and MLX "
          "differ; the error about the difference names the setting"),
         ("--limit", "NAME=NUMBER", "set a limit of the reader: "
-         f"{' or '.join(_LIMITS)}"),
+         f"{' or '.join(LIMITS)}"),
     ):  # fmt: skip
         kind = _pair if flag in ("--rename", "--layout") else str
         add(flag, action="append", default=[], metavar=form, type=kind, help=text)
@@ -159,29 +151,16 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
     return name
 
 
-def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
-    """Parse the reader's ``NAME=NUMBER`` limits; return None if there are none."""
-    try:
-        pairs = [text.split("=") for text in given]
-        raised = {name: int(float(number)) for name, number in pairs}
-        return torch_checkpoint.Limits(**raised) if raised else None
-    except (ValueError, TypeError, OverflowError):
-        raise ConvertError(
-            f"--limit must be NAME=NUMBER, got {' '.join(given)}. NAME must be "
-            f"{' or '.join(_LIMITS)}."
-        ) from None
-
-
 def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in SECTIONS}
     keys = {name: key for name, key in keys.items() if key is not None}
-    names = arguments.names.read_text().split() if arguments.names else None
+    names = tuple(arguments.names.read_text().split()) if arguments.names else None
     return Options(
         rename=partial(_rename, arguments.rename) if arguments.rename else str,
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,
-        names=tuple(names) if names is not None else None,
+        names=names,
         optimizer=arguments.optimizer,
         accept=tuple(arguments.accept),
         limits=read_limits(arguments.limit),
@@ -210,7 +189,6 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Convert a PyTorch checkpoint to an MLX checkpoint and its template."""
     source, path = arguments.torch_path, arguments.mlx_path
     check_folder(path, lambda name: bool(_OWN.fullmatch(name)), arguments.overwrite)
     check_writable(path)
@@ -264,7 +242,6 @@ def _advice(path: str, run: TorchRun) -> list[str]:
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
-    """Convert an MLX checkpoint to a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     target, dry_run = arguments.torch_path, arguments.dry_run
     check_writable(target)
@@ -329,7 +306,7 @@ def _model(place: str | None) -> Any:
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
-    """Build an mlx-lm model from its ``config.json``; load no weights.
+    """Build an mlx-lm model from its ``config.json`` without loading its weights.
 
     Nothing in the folder is executed: a custom ``model_file`` is refused.
     """

@@ -13,10 +13,11 @@ import mlx.core as mx
 
 from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_folder, atomic_write, temporary_folder
+from ..files.atomic import atomic_folder, temporary_folder
 from ..files.paths import LONGEST_JSON, check_file, open_file, read_json
+from ..files.text import list_some
 from ..torch_checkpoint import Limits
-from .tree import ConvertError, is_tensor, list_some
+from .tree import ConvertError, is_tensor
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
@@ -90,10 +91,16 @@ def _read_shards(
     tensors: dict[str, Any] = {}
     for part in parts:
         content = _read_file(_inside(path / part[0]), limits)
-        if not _has_only_tensors(content) or tensors.keys() & content.keys():
+        if not _has_only_tensors(content):
             raise ConvertError(
-                f"The shard {part[0]} contains a value that is not a tensor, or a "
-                "tensor that another shard also contains. Save the model again."
+                f"The shard {part[0]} contains a value that is not a named tensor. "
+                "Save the model's state dict again."
+            )
+        twice = tensors.keys() & content.keys()
+        if twice:
+            raise ConvertError(
+                f"The shard {part[0]} and another shard both contain "
+                f"{list_some(sorted(twice))}. Save the model again."
             )
         tensors |= content
     return tensors
@@ -203,9 +210,7 @@ def write_torch(path: Path, checkpoint: Any, files: dict[str, Path] | None) -> N
 def _write_file(path: Path, content: Any) -> None:
     if path.name == TRAINER:
         # This is the format of Transformers.
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        with atomic_write(path) as file:
-            file.write(text.encode())
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     elif path.suffix.lower() == ".safetensors":
         if not _has_only_tensors(content):
             raise ConvertError(

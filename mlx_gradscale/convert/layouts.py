@@ -137,14 +137,13 @@ def probe_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> dict[str, tuple[str, str]]:
     """Return the names and layouts that ``sanitize`` assigns; raise if it does more."""
-    marks = {name: _APART * (2 * i + 1) for i, name in enumerate(shapes)}
-    names = {mark: name for name, mark in marks.items()}
-    marked = {name: _mark(marks[name], shape) for name, shape in shapes.items()}
+    names = {_APART * (2 * i + 1): name for i, name in enumerate(shapes)}
+    marked = {name: _mark(mark, shapes[name]) for mark, name in names.items()}
     found: dict[str, tuple[str, str]] = {}
     for new, array in _sanitize(model, marked).items():
         is_array = isinstance(array, mx.array) and array.size > 0
         old = names.get(array[(0,) * array.ndim].item()) if is_array else None
-        layout = old and _find_layout(array, marks[old], shapes[old])
+        layout = old and _find_layout(array, marked[old])
         if not old or not layout or old in found:
             made = f"it copies or alters {old} to make {new}"
             what = made if old else f"it computes {new}"
@@ -171,19 +170,14 @@ def _mark(mark: int, shape: Shape) -> mx.array:
     return mx.as_strided(buffer, shape, [axis + 1 for axis in range(len(shape))])
 
 
-def _find_layout(array: mx.array, mark: int, shape: Shape) -> str | None:
+def _find_layout(array: mx.array, marked: mx.array) -> str | None:
     """Return the layout that moves the axes as ``sanitize`` did, or None."""
-    ones = {
-        axis: array[tuple(int(axis == i) for i in range(array.ndim))].item()
-        for axis, size in enumerate(array.shape)
-        if size > 1
-    }
+    corner = (slice(2),) * marked.ndim  # contains the marks of all axes
     for layout, (least, get_axes) in AXES.items():
-        if len(shape) >= least:
-            axes = get_axes(len(shape))
-            is_moved = array.shape == tuple(shape[axis] for axis in axes)
-            wanted = {axis: mark + axes[axis] + 1 for axis in ones if is_moved}
-            if is_moved and ones == wanted:
+        if marked.ndim >= least:
+            moved = mx.transpose(marked, get_axes(marked.ndim))
+            is_moved = array.shape == moved.shape
+            if is_moved and mx.array_equal(array[corner], moved[corner]):
                 return layout
     return None
 

@@ -13,12 +13,13 @@ from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from ..core.trees import restore, snapshot
+from ..files.text import list_some
 from .folder import read_torch
-from .optimizers import Rate
+from .optimizers import Rate, to_mlx
 from .options import Options
 from .template import Template, make_template
 from .template_file import build_optimizer, is_template
-from .tree import ConvertError, list_some
+from .tree import ConvertError
 
 
 @dataclass
@@ -131,44 +132,38 @@ def load_torch(
         raise ConvertError(f"No optimizer is loaded from {path}. Do not pass {what}=.")
     before = snapshot(model, *map(vars, model.modules()))
     try:
-        _fill(model, optimizer, template, learning_rate is not None)
+        _fill(model, optimizer, template)
     except BaseException:
         restore(before)
         raise
     return TorchRun(optimizer, scaler, template, notes + more)
 
 
-def _fill(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    template: Template,
-    keep_rate: bool,
-) -> None:
+def _fill(model: nn.Module, optimizer: Optimizer | None, template: Template) -> None:
     """Move a template's arrays to the model and the optimizer."""
-    weights = template.weights()
+    weights = template.plan.to_mlx(template.tensors())
     template.plan.change_model()
-    names: list[str] = []
-    rounded: list[str] = []
+    trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    rounded: set[str] = set()
     if optimizer is not None:
         inner = getattr(optimizer, "optimizer", optimizer)
-        names = _load_optimizer(inner, template, model, keep_rate)
+        _load_optimizer(inner, template, model)
     if isinstance(optimizer, LossScaleOptimizer):
-        rounded = _load_rounded(model, weights, optimizer)
+        # The others have master weights.
+        rounded = _load_rounded(model, weights, optimizer) - trained
     else:
         model.load_weights(list(weights.items()), strict=False)
     # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
-    template.drop_tensors(rounded, names)
+    template.drop_tensors(rounded, trained)
 
 
-def _load_optimizer(
-    optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
-) -> list[str]:
-    """Load the saved state; return the names of the trainable parameters."""
-    flat = template.optimizer_state()
-    trainable = model.trainable_parameters()
-    optimizer.init(trainable)
+def _load_optimizer(optimizer: Optimizer, template: Template, model: nn.Module) -> None:
+    flat = to_mlx(template.groups, template.tensors())
+    optimizer.init(model.trainable_parameters())
     own = dict(tree_flatten(optimizer.state))
+    # The optimizer was built with the right learning rate or schedule.
+    flat |= {k: x for k, x in own.items() if k.split(".")[-1] == "learning_rate"}
     missing = dict.fromkeys(k.rpartition(".")[0] for k in own if k not in flat)
     if missing:
         raise ConvertError(
@@ -176,16 +171,13 @@ def _load_optimizer(
             f"model: {list_some(missing)}. Freeze them in MLX before loading, for "
             "example with layer.freeze()."
         )
-    kept = ("learning_rate",) if keep_rate else ()
-    state = [(k, x if k.split(".")[-1] in kept else flat[k]) for k, x in own.items()]
-    optimizer.state = tree_unflatten(state)
-    return [name for name, _ in tree_flatten(trainable)]
+    optimizer.state = tree_unflatten([(k, flat[k]) for k in own])
 
 
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
-) -> list[str]:
-    """Load weights in the model's dtypes; list those cast without a master weight."""
+) -> set[str]:
+    """Load weights in the model's dtypes; return the names of those that were cast."""
     own = dict(tree_flatten(model.parameters()))
     cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
     infinite = [
@@ -205,9 +197,4 @@ def _load_rounded(
         lambda path, x: to_float32(weights.get(path, x)), trainable
     )
     optimizer.set_masters(trainable, masters)
-    names = {name for name, _ in tree_flatten(trainable)}
-    return [
-        name
-        for name, x in cast.items()
-        if x.dtype != weights[name].dtype and name not in names
-    ]
+    return {name for name, x in cast.items() if x.dtype != weights[name].dtype}

@@ -16,9 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..files.text import list_some
 from .layouts import AXES, Entry, Shape, known_names, probe_sanitize, try_sanitize
 from .options import Options
-from .tree import ConvertError, list_some
+from .tree import ConvertError
 
 # Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
 # activation checkpointing.
@@ -227,7 +228,6 @@ def _matches(pattern: str, names: Collection[str]) -> list[str]:
 def _given_layouts(
     patterns: Mapping[str, str], tensors: Mapping[str, mx.array]
 ) -> dict[str, str]:
-    """Return the layouts that the user gave, by PyTorch name."""
     found: dict[str, str] = {}
     for pattern, layout in patterns.items():
         if layout not in AXES:
@@ -309,7 +309,7 @@ def _check_names(
     if problems:
         drop = ", or ignore them with drop=... (--drop)" if lost else ""
         raise ConvertError(
-            f"{' '.join(problems)} Rename tensors with rename=... (--rename; "
-            f"'^net[.]=' removes a prefix){drop}. "
+            f"{' '.join(problems)} Pass rename=... (or --rename '^net[.]=' to drop the "
+            f"prefix 'net.'){drop}. "
             "Recurrent layers and parametrized or pruned weights cannot be converted."
         )

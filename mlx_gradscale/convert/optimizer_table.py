@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.optimizers as optim
 
-from .tree import ConvertError, list_some, number
+from ..files.text import list_some
+from .tree import ConvertError, number
 
 Settings = Mapping[str, Any]
 

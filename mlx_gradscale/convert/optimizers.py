@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 
 from ..checkpoint import Checkpoint
-from ..files.text import dtype_name
+from ..files.text import dtype_name, list_some
 from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
@@ -25,7 +25,7 @@ from .optimizer_table import (
     plain_setting,
     refused_settings,
 )
-from .tree import ConvertError, list_some, match_type, number
+from .tree import ConvertError, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
@@ -302,7 +302,8 @@ def build(
 
 
 def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
-    own: list[Rate] = [number(group.settings["lr"]) for group in groups]
+    # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array in MLX.
+    own: list[Rate] = [float(number(group.settings["lr"])) for group in groups]
     if given is None:
         return own
     # In the first step of a warmup all rates are 0, and only initial_lr differs.

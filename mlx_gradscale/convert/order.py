@@ -8,10 +8,11 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..files.text import list_some
 from .groups import Group
 from .names import Plan, bare_name, from_peft
 from .options import Options
-from .tree import ConvertError, list_some
+from .tree import ConvertError
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 # Maximum number of steps in the search for an order, about a second. Real models take

@@ -15,6 +15,7 @@ from ..checkpoint.save import WRAPPER, capture, find_scaler
 from ..core.masters import join
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
+from ..files.text import list_some
 from .folder import TRAINER, check_torch, trainer_state, write_torch
 from .groups import flatten
 from .names import is_adapter
@@ -22,7 +23,7 @@ from .optimizers import to_torch
 from .options import Options
 from .template import Template
 from .template_file import read_template
-from .tree import ConvertError, get, list_some, match_type, number, unchanged
+from .tree import ConvertError, get, match_type, number, unchanged
 
 
 def save_torch(

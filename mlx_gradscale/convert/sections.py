@@ -6,19 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.scale import TORCH_KEYS
-from ..files.text import dtype_name
+from ..files.text import dtype_name, list_some
 from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
-from .tree import (
-    ConvertError,
-    Path,
-    find_key,
-    get,
-    is_tensor,
-    list_some,
-    show,
-    walk,
-)
+from .tree import ConvertError, Path, find_key, get, is_tensor, show, walk
 
 SECTIONS = ("model", "optimizer", "scaler")
 # If there are several state dicts, such as a model and its average, the one with one of
@@ -49,11 +40,6 @@ class Sections:
     optimizers: list[Path]
     scaler: Path | None
     notes: list[str]
-
-    def paths(self) -> list[Path]:
-        """Return the paths of all sections."""
-        scalers = [] if self.scaler is None else [self.scaler]
-        return [self.model, *self.optimizers, *scalers]
 
 
 def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
@@ -99,7 +85,7 @@ def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of all dicts that look like sections, by kind of section."""
-    kinds = ("optimizer", "scaler", "moments", "model", "mixed")
+    kinds = (*SECTIONS, "moments", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     seen: set[int] = set()
     for path, value in walk(checkpoint, seen=seen):
@@ -115,7 +101,6 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
 
 
 def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
-    """Return the kind of section that a dict looks like, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
     if _is_scaler(value):

@@ -1,13 +1,14 @@
 """A PyTorch checkpoint as a template for conversion to MLX and back."""
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..files.text import list_some
 from ..formats import read_state
 from ..torch_checkpoint import TensorShape
 from . import optimizers
@@ -17,7 +18,7 @@ from .names import Plan, make_plan
 from .options import Options
 from .order import Order
 from .sections import Sections, find_sections
-from .tree import ConvertError, Path, get, is_tensor, items, list_some, number, show
+from .tree import ConvertError, Path, get, is_tensor, items, number, show
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Template:
         kind = self.options.optimizer
         for path in self.sections.optimizers:
             self.groups += read_groups(get(self.checkpoint, path), kind)
+        self.scaler_state()  # raises if it is damaged
 
     def __getitem__(self, key: Any) -> Any:
         return self.checkpoint[key]
@@ -68,14 +70,6 @@ class Template:
         self.names, step = names, trainer_state(self.checkpoint).get("global_step")
         optimizers.plan_groups(self.groups, names, self.plan.entries, step)
 
-    def weights(self) -> dict[str, mx.array]:
-        """Return the model's weights as MLX arrays, by their MLX names."""
-        return self.plan.to_mlx(self.tensors())
-
-    def optimizer_state(self) -> dict[str, mx.array]:
-        """Return the flat MLX optimizer state, empty if there is no optimizer."""
-        return optimizers.to_mlx(self.groups, self.tensors())
-
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the state dict for a ``GradScaler``, or None if there is no scaler."""
         if self.sections.scaler is None:
@@ -83,27 +77,30 @@ class Template:
         held = get(self.checkpoint, self.sections.scaler)
         return read_state({k: number(x) for k, x in held.items()}, "torch")
 
-    def drop_tensors(self, rounded: Iterable[str], trained: Iterable[str]) -> None:
+    def drop_tensors(self, rounded: Set[str], trained: Set[str]) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
         MLX holds all weights but those in ``rounded``, and the moments of the
         parameters in ``trained``, by their MLX names.
         """
         held = get(self.checkpoint, self.sections.model)
-        kept, owned = {*rounded}, {*trained}
         for name, entry in self.plan.entries.items():
-            if not kept & {*entry.mlx}:
-                held[name] = shape_of(held[name])
+            if rounded.isdisjoint(entry.mlx):
+                held[name] = TensorShape.of(held[name])
         for alias, name in self.plan.tied.items():
             held[alias] = held[name]
         for group in self.groups:
             for index, entry in group.entries.items():
-                slots = group.slots(index) if entry.mlx[0] in owned else {}
-                slots |= {k: shape_of(slots[k]) for k in group.spec.slots if k in slots}
+                slots = group.slots(index) if entry.mlx[0] in trained else {}
+                for slot in group.spec.slots:
+                    if slots.get(slot) is not None:
+                        slots[slot] = TensorShape.of(slots[slot])
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries outside the model, optimizers and scaler, by path."""
-        model, paths = self.sections.model, self.sections.paths()
+        sections, model = self.sections, self.sections.model
+        scalers = [] if sections.scaler is None else [sections.scaler]
+        paths = [model, *sections.optimizers, *scalers]
         used = {id(get(self.checkpoint, path)) for path in paths}
         # At the top level, the model's tensors are mixed with other entries.
         above: dict[int, Path] = {} if model else {id(self.checkpoint): ()}
@@ -118,11 +115,6 @@ class Template:
             if not (id(value) in used or id(value) in above)
             and not (outer == model and is_tensor(value))
         }
-
-
-def shape_of(value: Any) -> Any:
-    """Return the shape of a tensor; return other values unchanged."""
-    return TensorShape.of(value) if isinstance(value, mx.array) else value
 
 
 def make_template(
@@ -151,7 +143,6 @@ def make_template(
         names, doubts = template.order().find(options, model, is_ordered)
         template.assign(names)
         notes += optimizers.check_groups(template.groups, options.accept) + doubts
-    template.scaler_state()  # raises if it is damaged
     schedules = [
         path
         for path, value in template.entries_beside().items()

@@ -69,7 +69,6 @@ def from_object(value: dict[str, Any], folder: Path) -> Template:
             template.plan.tied[alias] = entries[name].torch
         if template.groups:
             template.assign(template.order().match(value["names"]))
-        template.scaler_state()
         return template
     except Exception as error:  # damage may raise anything
         raise ConvertError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..files import text
+from ..files.text import dtype_name, list_some
 from ..torch_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
@@ -86,12 +86,6 @@ def find_key(tree: Any, key: str) -> Path:
     return path
 
 
-def list_some(names: Iterable[Any], count: int = 6) -> str:
-    """Join names for a message, keeping only the first few if there are many."""
-    # Truncate first: a hostile name may have millions of characters.
-    return text.list_some([str(name)[:100] for name in names], count)
-
-
 @contextmanager
 def unchanged(tree: Any) -> Iterator[None]:
     """Undo all changes to the dicts and lists of a checkpoint on exit."""
@@ -111,7 +105,7 @@ def unchanged(tree: Any) -> Iterator[None]:
 def match_type(value: Any, old: Any) -> Any:
     """Convert a new value to the type of the old tensor, tuple or number."""
     if is_tensor(old):
-        dtype = getattr(mx, text.dtype_name(old), None)
+        dtype = getattr(mx, dtype_name(old), None)
         if not isinstance(value, mx.array):
             value = mx.array(value).reshape(old.shape)
         if isinstance(dtype, mx.Dtype) and dtype != value.dtype:
@@ -119,7 +113,6 @@ def match_type(value: Any, old: Any) -> Any:
             value = value.astype(dtype, stream=stream)
         shape = old if isinstance(old, TensorShape) else TensorShape.of(old)
         return shape.fill(value)
-    if isinstance(old, tuple):
-        return tuple(value)
     is_whole = type(old) is int and float(value).is_integer()
-    return type(old)(value) if is_whole or type(old) in (bool, float) else value
+    is_kept = isinstance(old, (bool, float, tuple))
+    return type(old)(value) if is_whole or is_kept else value

@@ -4,7 +4,7 @@ Reading order: ``scale`` (the rule), ``trees``, ``fusion``, ``finite``, ``master
 ``notices``, ``forward``, ``gradients``, ``optimizers``, ``moments``, ``ranks``,
 ``guard`` (a step), ``scaler``, ``optimizer``. Only ``GradScaler.save`` and ``load``
 import other parts of the package. One step, for every kind of optimizer, is
-``GradScaler._plan``: match gradients to parameters, inspect them, plan the results,
+``GradScaler._step``: match gradients to parameters, inspect them, plan the results,
 advance the scale, commit.
 
 The words of this package:
@@ -12,8 +12,9 @@ The words of this package:
 - A gradient is *scaled* as a backward pass of the scaled loss leaves it, and *unscaled*
   once it is divided by the scale, in float32. A *lazy* gradient is an unscaled one that
   still knows the scaled array it came from. *Inverse* is 1 / scale.
-- A *leaf* is a gradient with its parameter. A *slot* is the place of an array in a
-  tree: path, container and key. A *write* is a container, a key and a new value.
+- A *leaf* of a tree is an array in it; a ``Leaf`` is a gradient with its parameter. A
+  *slot* or *place* is where an array is: path, container (*box*) and key. A *write* is
+  a container, a key and a new value.
 - A step is *applied* or *skipped*. It is *planned* first and then *committed*.
 - A *wrapper* is a ``LossScaleOptimizer``, and the optimizer in it is the *inner* one.
   Both kinds of optimizers that a scaler steps are its *participants*. *Parts* are the

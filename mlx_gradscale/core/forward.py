@@ -1,4 +1,4 @@
-"""The model during a forward pass: what is cast for it, and restored after it."""
+"""Cast a model for the forward pass, and restore it afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class Casting(NamedTuple):
     def cast_argument(self, x: Any) -> Any:
         """Cast an array, or those in a plain container.
 
-        A container without any is returned itself, because a module may write to it.
+        A container without arrays to cast is returned as is: a module may write to it.
         """
         if isinstance(x, mx.array):
             return self.cast(x)
@@ -89,13 +89,15 @@ class Entrance:
             if id(cls) not in self._classes:
                 self._classes[id(cls)] = cls, self._make_subclass(cls, module)
             modules.append((module, *self._classes[id(cls)]))
+        # The loss may compute gradients of the same function.
+        outer = self._modules, self._entered, self.is_backward
         self._modules, self._entered, self.is_backward = modules, set(), False
         try:
             self._set_classes(2)
             yield
         finally:
             self._set_classes(1)
-            self._modules = []
+            self._modules, self._entered, self.is_backward = outer
 
     def _set_classes(self, which: int) -> None:
         for each in self._modules:
@@ -161,12 +163,14 @@ def preserve(
     try:
         yield {(id(x[0]), x[1]): x for x in places if id(x[2]) in trained}, substitutes
     except BaseException:
-        commit(places)
+        commit(x for x in places if isinstance(x[0], dict) or x[1] < len(x[0]))
         raise
     ids = set(map(id, substitutes))
     writes: Writes = []
     for box, key, old in places:
-        new: Any = box.get(key) if isinstance(box, dict) else box[key]
+        # The forward pass may have removed a key or shortened a list.
+        is_there = key in box if isinstance(box, dict) else key < len(box)
+        new: Any = box[key] if is_there else None
         if id(old) in trained:
             if is_cast or id(new) in ids:
                 writes.append((box, key, old))

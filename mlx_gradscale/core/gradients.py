@@ -19,9 +19,9 @@ from .forward import Casting, Entrance, is_opaque, preserve
 from .fusion import each_use
 from .masters import HALF, to_float32
 from .notices import SKIPS_TO_WARN, WarnOnce
-from .trees import Leaf, commit, flatten, is_floating, leaves, slots
+from .trees import Leaf, commit, flatten, is_floating, leaves, read, slots
 
-# What may change the values of an array in place, or hands out its memory.
+# Methods that modify an array in place or expose its memory.
 _CHANGES_IN_PLACE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
     *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
@@ -47,7 +47,8 @@ def _forget_source(name: str) -> Callable[..., Any]:
 
 
 for _name in _CHANGES_IN_PLACE:
-    # NumPy reads __buffer__, which Python has from 3.12 on.
+    # Before Python 3.12, a class cannot see that its buffer is exported, so a step
+    # ignores what is written through a NumPy view.
     if hasattr(mx.array, _name):
         setattr(LazyGradient, _name, _forget_source(_name))
 
@@ -63,6 +64,7 @@ class Backward:
         # The container's id and the key of each parameter that any such pass unscales.
         self._places: set[Any] = set()
         self._has_derivative = False
+        self._has_seen_loss = False
         self.warn_once = WarnOnce()
 
     def value_and_grad(
@@ -107,8 +109,7 @@ class Backward:
                 outputs = replace_loss(outputs, loss.astype(mx.float32))
             if not is_enabled:
                 return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
-            if loss.dtype == mx.float16:
-                self._warn_about_loss()
+            self._warn_about_loss(loss)
             self._places.update(places)
             # A step replaces the scale, even by the same value.
             weights = id(next(iter(places.values()))[2]) if places else 0
@@ -154,8 +155,7 @@ class Backward:
                 commit(own)
                 outputs = loss_fn(*args, **kwargs)
             loss = loss_of(outputs)
-            if loss.dtype == mx.float16:
-                self._warn_about_loss()
+            self._warn_about_loss(loss)
             outputs = replace_loss(outputs, loss.astype(mx.float32))
             # Scale the other outputs too, in case the caller adds them to the loss.
             scale_output = partial(_with_gradient, scale, scale_gradient)
@@ -181,7 +181,7 @@ class Backward:
             return  # a parameter tree, or a model with gradients from elsewhere
         for leaf in missed if has_unscaled else floating:
             is_lazy = isinstance(leaf.gradient, LazyGradient)
-            if not is_lazy and not _is_zero(leaf.gradient):
+            if not is_lazy and read(mx.any(leaf.gradient)) is not False:
                 raise RuntimeError(
                     f"The gradient of {leaf.path!r} is still scaled, because "
                     "scale_loss() did not find this parameter. Pass the whole model, "
@@ -191,8 +191,7 @@ class Backward:
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""
-        if output.dtype == mx.float16:
-            self._warn_about_loss()
+        self._warn_about_loss(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
@@ -212,13 +211,18 @@ class Backward:
             )
         return 1.0 / self._state["scale"]
 
-    def _warn_about_loss(self) -> None:
-        self.warn_once(
-            "float16 loss",
-            "The loss is float16, so the backward pass overflows and steps are skipped "
-            "while the scale is above 65504. Compute the loss in float32, for example "
-            "from logits.astype(mx.float32).",
-        )
+    def _warn_about_loss(self, loss: mx.array) -> None:
+        if self._has_seen_loss:
+            return
+        self._has_seen_loss = True  # so that the scale is read only once
+        scale = read(self._state["scale"]) if loss.dtype == mx.float16 else 0.0
+        if scale is None or scale > 65504:
+            self.warn_once(
+                "float16 loss",
+                "The loss is float16, so the backward pass overflows and steps are "
+                "skipped while the scale is above 65504. Compute the loss in float32, "
+                "for example from logits.astype(mx.float32).",
+            )
 
     def _warn_about_updates(self) -> None:
         self.warn_once(
@@ -255,13 +259,6 @@ class Backward:
                 "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
                 "call mlx_gradscale.diagnostics.compute_dtypes().",
             )
-
-
-def _is_zero(gradient: mx.array) -> bool:
-    try:
-        return not mx.any(gradient).item()
-    except (RuntimeError, ValueError):  # a tracer from mx.compile
-        return False
 
 
 def _with_gradient(

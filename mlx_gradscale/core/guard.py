@@ -1,19 +1,17 @@
 """Apply an optimizer step if all gradients are finite, and skip it otherwise.
 
-``inspect`` checks whether the gradients are finite, ``plan`` computes the results of a
-step, and ``Plan`` commits them all at once.
+``inspect`` checks whether the gradients are finite, and ``plan`` computes the results
+of a step, which ``GradScaler`` commits all at once.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.optimizers import Optimizer
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.optimizers import MultiOptimizer, Optimizer
+from mlx.utils import tree_map
 
 from . import fusion
 from .finite import all_finite_times, is_finite_magnitude
@@ -30,8 +28,8 @@ from .masters import (
 from .moments import dither, is_small
 from .optimizers import (
     autocompiled,
-    borrowed,
     is_builtin,
+    roll_back,
     scheduled_values,
     split,
     split_paths,
@@ -43,23 +41,23 @@ from .trees import (
     commit,
     flatten,
     is_floating,
+    read,
     restore,
     slots,
     snapshot,
+    tree_of,
     walk,
 )
 
+ByPath = dict[str, mx.array]
 Stored = dict[str, mx.array]
 
 
 class Participant(NamedTuple):
-    """An optimizer that a scaler steps, and what ``LossScaleOptimizer`` adds to it."""
+    """An optimizer that a scaler steps, with what a wrapper adds to it."""
 
     optimizer: Optimizer
     ranks: Ranks
-    # Initialize the optimizer, given the gradients and the model or parameter tree.
-    needs_init: Callable[[], bool]
-    init: Callable[[Any], None]
     masters: Masters | None = None
     moments: mx.Dtype = mx.float32
     # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
@@ -67,11 +65,13 @@ class Participant(NamedTuple):
 
 
 class Inspected(NamedTuple):
-    """The gradients for a step, by path, and whether and how to apply them."""
+    """The arrays that a step reads, by parameter path, and whether to apply it."""
 
-    gradients: dict[str, mx.array]
-    # The paths of gradients that are still scaled, and the reciprocal of their scale.
-    scaled: set[str]
+    # The update kernel multiplies the scaled gradients by ``inverse``.
+    scaled: ByPath
+    unscaled: ByPath
+    parameters: ByPath
+    stored: dict[str, Stored]
     inverse: mx.array | None
     # The factor that clips the norm, and the norm; None without clipping.
     clip: mx.array | None
@@ -87,162 +87,116 @@ def inspect(
     ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one. A
     gradient that was non-finite then may have been clipped since.
     """
-    ranks, norms = participant.ranks, participant.norms
+    ranks, masters, norms = participant.ranks, participant.masters, participant.norms
     casts_first = fusion.casts_first()
-    gradients: dict[str, mx.array] = {}
-    scaled: dict[str, mx.array] = {}
-    others: dict[str, mx.array] = {}
+    # The check reads every gradient as the backward pass left it.
+    sources: ByPath = {}
+    others: ByPath = {}
+    scaled, unscaled, parameters, stored = {}, {}, {}, {}
     inverse = clip = norm = None
-    is_scaled: set[str] = set()
-    for leaf in leaves:
-        gradients[leaf.path] = leaf.gradient
-        g = leaf.gradient
-        source = g.source if isinstance(g, LazyGradient) else None
+    for path, _, _, parameter, gradient in leaves:
+        source = gradient.source if isinstance(gradient, LazyGradient) else None
         if source is not None and inverse is None:
             inverse = source[1]
-        if source is None or source[1] is not inverse:
-            others[leaf.path] = leaf.gradient
-            continue
-        scaled[leaf.path] = source[0]
-        if casts_first and source[0].dtype in HALF:
-            gradients[leaf.path] = fusion.end_kernel(leaf.gradient)
+        if source is not None and source[1] is inverse:
+            sources[path] = source[0]
         else:
-            gradients[leaf.path] = source[0]
-            is_scaled.add(leaf.path)
+            others[path] = gradient
+        # Never step integer parameters, even if clipping by hand has made their
+        # gradients floating-point.
+        if not is_floating(parameter) or not is_floating(gradient):
+            continue
+        parameters[path] = parameter
+        stored[path] = masters.stored(path, parameter) if masters else {}
+        if path in others:
+            unscaled[path] = gradient
+        elif casts_first and sources[path].dtype in HALF:
+            unscaled[path] = fusion.end_kernel(gradient)
+        else:
+            scaled[path] = sources[path]
     if norms is None:
-        finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
+        check = list(sources.values()), inverse, list(others.values())
+        finite = all_finite_times(*check)
         finite = finite if were_finite is None else finite & were_finite
         is_averaged = were_finite is None
         applied = finite if ranks.is_single else ranks.agree(finite, is_averaged)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
-        norm = ranks.norm(scaled, inverse, others)
+        norm = ranks.norm(sources, inverse, others)
         clip = mx.minimum(norms["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
         if were_finite is not None:
             applied = applied & ranks.agree(were_finite, is_averaged=False)
-    return Inspected(gradients, is_scaled, inverse, clip, norm, applied)
-
-
-@dataclass
-class Plan:
-    """The results of a step, before they are committed."""
-
-    gradients: Any
-    leaves: list[Leaf]
-    # The new parameters, by path.
-    new: dict[str, mx.array] = field(default_factory=dict)
-    # All other writes. Callers may append to the list.
-    writes: Writes = field(default_factory=list)
-
-    def commit_to_model(self) -> None:
-        """Commit all writes, including the new parameters of the model."""
-        for leaf in self.leaves:
-            if leaf.path in self.new:
-                self.writes.append((leaf.container, leaf.key, self.new[leaf.path]))
-        commit(self.writes)
-
-    def commit(self) -> Any:
-        """Commit everything except the parameters, and return those as a tree."""
-        commit(self.writes)
-        parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
-        return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
-
-
-class _Inputs(NamedTuple):
-    """The arrays that a step reads; the dicts are keyed by parameter path."""
-
-    gradients: dict[str, mx.array]
-    parameters: dict[str, mx.array]
-    stored: dict[str, Stored]
-    inverse: mx.array | None
-    clip: mx.array | None
-    applied: mx.array
+    return Inspected(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
 
 
 def plan(
-    participant: Participant, gradients: Any, leaves: list[Leaf], inspected: Inspected
-) -> Plan:
-    """Compute the results of a step of an initialized optimizer.
+    participant: Participant, gradients: Any, arrays: Inspected
+) -> tuple[ByPath, Writes]:
+    """Return the new parameters of an initialized optimizer's step, and other writes.
 
-    If ``inspected.applied`` is false, the planned parameters and optimizer state are
-    bit-identical to the old ones. Nothing changes until the plan is committed, except
-    that an eager step of a third-party optimizer changes the optimizer's own state.
+    If ``arrays.applied`` is false, the planned parameters and optimizer state are
+    bit-identical to the old ones. Nothing changes until the writes are committed,
+    except that an eager step of a third-party optimizer changes its own state.
     """
-    optimizer, masters = participant.optimizer, participant.masters
-    result = Plan(gradients, leaves)
-    if participant.norms is not None:
-        result.writes.append((participant.norms, "grad_norm", inspected.norm))
-    arrays = _Inputs({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
-    for path, _, _, parameter, gradient in leaves:
-        # Never step integer parameters, even if clipping by hand has made their
-        # gradients floating-point.
-        if is_floating(parameter) and is_floating(gradient):
-            arrays.gradients[path] = inspected.gradients[path]
-            arrays.parameters[path] = parameter
-            arrays.stored[path] = masters.stored(path, parameter) if masters else {}
-    if not arrays.gradients:
-        return result
+    optimizer, masters, norms = (
+        participant.optimizer,
+        participant.masters,
+        participant.norms,
+    )
+    writes: Writes = [] if norms is None else [(norms, "grad_norm", arrays.norm)]
+    if not arrays.parameters:
+        return {}, writes
     found = walk(optimizer.state)
     places = [place for place, value in found if isinstance(value, mx.array)]
     old = [box[key] for _, box, key in places]
-    # An optimizer that keeps Python values in its state cannot be compiled.
-    is_own = len(old) == len(found) and is_builtin(optimizer)
 
     def make_run() -> Callable[..., Any]:
         # A compiled step must not keep the gradients alive.
         structure = tree_map(lambda _: None, gradients)
-        return partial(_run, structure, inspected.scaled, participant.moments)
+        return partial(_run, structure, participant.moments)
 
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
-    if is_own:
-        owners = split_paths(optimizer, gradients)
-        # Arrays are passed by position, so a state in another order needs a new trace.
-        order = [list(arrays.gradients), [where for where, *_ in places], owners]
-        settings = inspected.scaled, participant.moments
-        run = autocompiled(make_run, optimizer, (order, settings))
+    # An optimizer that keeps Python values in its state cannot be compiled.
+    if len(old) == len(found) and is_builtin(optimizer):
+        # Arrays are passed by position, so another order needs a new trace.
+        order = [[where for where, *_ in places], split_paths(optimizer, gradients)]
+        order += [list(arrays.scaled), list(arrays.unscaled)]
+        run = autocompiled(make_run, optimizer, (order, participant.moments))
         state, new = run(old, scheduled_values(optimizer), arrays)
-    elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
+    elif (is_applied := read(arrays.applied)) is None:  # inside mx.compile
         state, new = make_run()(optimizer, old, scheduled_values(optimizer), arrays)
     elif is_applied:
-        new = _run_on_host(gradients, inspected.scaled, optimizer, arrays)
+        new = _run_on_host(gradients, optimizer, arrays)
     for (_, box, key), x in zip(places, state, strict=False):
-        result.writes.append((box, key, x))
-    for path, (parameter, stored) in new.items():
-        result.new[path] = parameter
+        writes.append((box, key, x))
+    parameters: ByPath = {}
+    for path, (parameters[path], stored) in new.items():
         for name, x in stored.items():
-            result.writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
-    return result
-
-
-def _read(flag: mx.array) -> bool | None:
-    """Read a flag from the device; return None for a tracer from ``mx.compile``."""
-    with suppress(ValueError, RuntimeError):
-        return bool(flag.item())
-    return None
+            writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
+    return parameters, writes
 
 
 def _run(
     structure: Any,
-    scaled: set[str],
     dtype: mx.Dtype,
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
-    arrays: _Inputs,
+    arrays: Inspected,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
     """Step on the device, select old or new values, and roll the optimizer back.
 
     ``dtype`` is the dtype of the moments.
     """
-    arrays = _Inputs(*arrays)
-    with borrowed(optimizer, scheduled):
+    arrays = Inspected(*arrays)  # mx.compile passes a plain tuple
+    with roll_back(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [to_float32(x) if is_small(x, dtype) else _alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, gradients, stepped = _step(structure, scaled, optimizer, arrays)
+        masters, gradients, stepped = _step(structure, optimizer, arrays)
         if _signature(optimizer.state) != signature:
             raise TypeError(
                 f"{type(optimizer).__name__} changes the keys or the Python values in "
@@ -258,7 +212,7 @@ def _run(
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
             check_shape(".".join(map(str, where)), old.shape, now[where].shape)
-            owner = _owner(where)
+            owner = _owner(optimizer, where)
             # An unused moment, as in SGD without momentum, needs no select. Third-party
             # optimizers may modify arrays in place, so their moments are all selected.
             # The state of an empty parameter stays: Metal may abort on a kernel without
@@ -283,12 +237,12 @@ def _run(
 
 
 def _run_on_host(
-    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Inputs
+    structure: Any, optimizer: Optimizer, arrays: Inspected
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Step a third-party optimizer eagerly; restore its state if it raises."""
     saved = snapshot(optimizer.state)
     try:
-        _, _, stepped = _step(structure, scaled, optimizer, arrays)
+        _, _, stepped = _step(structure, optimizer, arrays)
     except BaseException:
         restore(saved)
         raise
@@ -300,27 +254,22 @@ def _run_on_host(
 
 
 def _step(
-    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Inputs
+    structure: Any, optimizer: Optimizer, arrays: Inspected
 ) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
     """Return master weights, unscaled gradients and new float32 parameters, by path."""
-
-    def tree(values: dict[str, mx.array]) -> Any:
-        # MLX's own trees mark a frozen leaf with an empty dict.
-        return tree_map_with_path(lambda path, _: values.get(path, {}), structure)
-
     masters = {
         path: joined_master(parameter, arrays.stored[path])
         for path, parameter in arrays.parameters.items()
     }
-    full = tree({path: _alias(x.master) for path, x in masters.items()})
-    gradients = _unscale(scaled, optimizer, arrays)
+    full = tree_of({path: _alias(x.master) for path, x in masters.items()}, structure)
+    gradients = _unscale(optimizer, arrays)
     if not is_builtin(optimizer):
         # Pass zeros if the step is skipped: an SVD, for example, may raise on NaN.
         gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, own in split(optimizer, tree(gradients)):
+    for part, own in split(optimizer, tree_of(gradients, structure)):
         try:
             new = dict(flatten(part.apply_gradients(own, full)))
             for path, x in new.items():
@@ -337,23 +286,21 @@ def _step(
     return masters, gradients, stepped
 
 
-def _unscale(
-    scaled: set[str], optimizer: Optimizer, arrays: _Inputs
-) -> dict[str, mx.array]:
+def _unscale(optimizer: Optimizer, arrays: Inspected) -> ByPath:
     inverse, clip = arrays.inverse, arrays.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
-    n_moments = Counter(_owner(where) for where, _, _ in slots(optimizer.state))
+    n_moments = Counter(
+        _owner(optimizer, where) for where, _, _ in slots(optimizer.state)
+    )
     has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
-    factors = {
-        is_scaled: fusion.factors(each, has_one_moment)
-        for is_scaled, each in ((True, factor), (False, clip))
-    }
     unscaled = {}
-    for path, g in arrays.gradients.items():
-        g, times = to_float32(g), next(factors[path in scaled], None)
-        if times is not None:
-            g = g * mx.broadcast_to(times, g.shape).astype(mx.float32)
-        unscaled[path] = g
+    for gradients, each in ((arrays.scaled, factor), (arrays.unscaled, clip)):
+        factors = fusion.factors(each, has_one_moment)
+        for path, g in gradients.items():
+            g, times = to_float32(g), next(factors, None)
+            if times is not None:
+                g = g * mx.broadcast_to(times, g.shape).astype(mx.float32)
+            unscaled[path] = g
     return unscaled
 
 
@@ -367,11 +314,10 @@ def _signature(state: Any) -> dict[str, str]:
     return {p: "" if isinstance(x, mx.array) else repr(x) for p, x in flatten(state)}
 
 
-def _owner(where: tuple[Any, ...]) -> str:
+def _owner(optimizer: Optimizer, where: tuple[Any, ...]) -> str:
     """Return the path of a state array's parameter, or "" if it has none."""
-    # The states of a MultiOptimizer are in a list.
-    while len(where) > 2 and where[0] == "states" and isinstance(where[1], int):
-        where = where[2:]
+    while isinstance(optimizer, MultiOptimizer):  # its state is {"states": [...]}
+        optimizer, where = optimizer.optimizers[where[1]], where[2:]
     return ".".join(map(str, where[:-1]))
 
 

@@ -136,8 +136,12 @@ class Masters:
 
     def add(self, path: str, weight: mx.array) -> None:
         """Create a master weight for a half-precision parameter unless it has one."""
-        if path not in self.state[self._names[0]]:
+        if not self.has(path):
             self.set(path, weight, weight)
+
+    def has(self, path: str) -> bool:
+        """Return whether the parameter at this path has a master weight."""
+        return path in self.state[self._names[0]]
 
     def set(self, path: str, master: mx.array, weight: mx.array) -> None:
         """Replace the master weight of a parameter; ``weight`` is the rounded value."""
@@ -163,6 +167,6 @@ class Masters:
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
         """Return a parameter's master weight, or its upcast value if it has none."""
-        if path not in self.state[self._names[0]]:
+        if not self.has(path):
             return to_float32(weight)
         return joined_master(weight, self.stored(path, weight)).master

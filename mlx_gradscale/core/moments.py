@@ -26,10 +26,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.optimizers import Optimizer
 
+from .masters import HALF
 from .notices import warn_user
 from .optimizers import is_builtin, single_optimizers
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+_CAST = (mx.float32, *HALF)
 # The golden ratio and the square root of 2, modulo 1, times 2**32. Multiples of a
 # quadratic irrational are spread more evenly than random numbers.
 _A, _B = 2654435769, 1779033703
@@ -64,15 +66,18 @@ def cast_moments(loaded: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return a loaded state with moments in the dtypes of ``own``; warn about casts."""
     cast = {}
     for path, x in loaded.items():
-        dtypes = {getattr(each, "dtype", None) for each in (x, own.get(path))}
-        if path.startswith("optimizer.") and dtypes == set(DTYPES.values()):
-            cast[path] = x.astype(own[path].dtype)
+        if not (path.startswith("optimizer.") and isinstance(x, mx.array)):
+            continue
+        dtype = own[path].dtype if path in own else x.dtype
+        if dtype != x.dtype and dtype in DTYPES.values() and x.dtype in _CAST:
+            cast[path] = x.astype(dtype)
+            there, here = (
+                str(each).removeprefix("mlx.core.") for each in (x.dtype, dtype)
+            )
     if cast:
-        is_rounded = cast[next(iter(cast))].dtype == mx.bfloat16
-        there, here = DTYPES if is_rounded else reversed(DTYPES)
         warn_user(
             f"The saved moments are {there} and are cast to {here}, so results may "
-            "differ from the saved run's. To resume it exactly, create the optimizer "
-            f'with moments="{there}".'
+            "differ from the saved run's. To resume a run exactly, create the "
+            "optimizer with the same moments=."
         )
     return loaded | cast

@@ -62,14 +62,15 @@ class SkipWatch:
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
                 "non-finite gradients, so the model is not training. To find the "
                 "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
-                "loss_fn, *batch).",
+                "loss_fn, *batch), with compute_dtype= if you train with it.",
             )
         elif scale < LOW_SCALE:
             warn_once(
                 "low scale",
                 f"At a loss scale of {scale:.2g}, gradients below "
-                f"{2.0**-25 / scale:.1g} underflow to zero in float16. If some batches "
-                "contain NaN, filter them out, or create GradScaler(min_scale=1.0) to "
-                "keep the scale from falling this far. Once overflows have stopped, "
-                "reset it with scaler.update(65536.0).",
+                f"{2.0**-25 / scale:.1g} underflow to zero in float16. If the loss "
+                "itself is inf or NaN at times, a smaller scale does not help: filter "
+                "out batches with NaN, or call explain_overflow() from mlx_gradscale."
+                "diagnostics. GradScaler(min_scale=1.0) keeps the scale from falling "
+                "this far, and scaler.update(65536.0) resets it.",
             )

@@ -18,7 +18,6 @@ from .optimizers import (
     check_supported,
     initialize,
     is_builtin,
-    needs_init,
     refuse_multi_optimizer,
     single_optimizers,
 )
@@ -112,7 +111,6 @@ class LossScaleOptimizer(Optimizer):
         )
         self._masters = Masters(masters)
         self._moments = moments
-        self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
         limit = mx.array(float(max_grad_norm or "inf"))
         self._share_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
@@ -121,10 +119,7 @@ class LossScaleOptimizer(Optimizer):
         """Make the state from the dicts of the optimizer, scaler and master weights."""
         parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
         self._state = _State(self.optimizer, parts | self._masters.state | norms)
-        self._scaler._add_user(self)
-
-    def _norms(self) -> dict[str, mx.array]:
-        return {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
+        self._scaler._users[id(self)] = self
 
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -163,11 +158,12 @@ class LossScaleOptimizer(Optimizer):
                     self._masters.add(path, x)
             if loaded is not None:
                 self._write(loaded)
+                # A saved list ends at its last array.
+                initialize(self.optimizer, parameters, DTYPES[self._moments])
         except BaseException:
             restore(before)
             raise
         self._is_loaded, self._initialized = False, True
-        self._has_state = not needs_init(self.optimizer)
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
@@ -198,14 +194,10 @@ class LossScaleOptimizer(Optimizer):
         return new
 
     def _participant(self) -> Participant:
-        """Return what :meth:`GradScaler.step` needs to know about this optimizer."""
+        """Describe this optimizer to its scaler."""
         norms = self._state if self._clips else None
-        first_steps = self._needs_init, self.init
         stored = self._masters, DTYPES[self._moments]
-        return Participant(self.optimizer, self._ranks, *first_steps, *stored, norms)
-
-    def _needs_init(self) -> bool:
-        return not self._initialized or (self._has_state and needs_init(self.optimizer))
+        return Participant(self.optimizer, self._ranks, *stored, norms)
 
     @property
     def scaler(self) -> GradScaler:
@@ -253,10 +245,13 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): The parameters of the model.
             masters (Any): The float32 values that the parameters were rounded from, in
-                the same structure. Parameters may be left out.
+                the same structure. Parameters may be left out, and those that were
+                frozen in :meth:`init` are ignored.
         """
         found = match(masters, parameters, "master weight")
         found = [leaf for leaf in found if leaf.parameter.dtype in HALF]
+        if self._initialized:
+            found = [leaf for leaf in found if self._masters.has(leaf.path)]
         for path, _, _, weight, master in found:
             rounded = master.astype(mx.float32).astype(weight.dtype)
             if not mx.array_equal(rounded, weight, equal_nan=True):
@@ -357,21 +352,25 @@ class LossScaleOptimizer(Optimizer):
                 f"The state contains {min(added)!r}, which this optimizer does not "
                 f"have. {_SAME}"
             )
-        commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
             # A third-party optimizer may add to its state during a step.
             self._adopt(loaded)
+            self._initialized = (
+                False  # init() completes lists that end in frozen layers
+            )
+        commit((box, key, loaded[path]) for path, (box, key) in here.items())
 
     def _adopt(self, loaded: dict[str, Any]) -> None:
         """Write loaded values to the state without comparing them with its arrays."""
         inner = tree_unflatten(list(loaded.items()))["optimizer"]
-        there, here = map(_n_optimizers, (inner, self.optimizer.state))
-        if there != here:
+        there, here = map(_single_states, (inner, self.optimizer.state))
+        if len(there) != len(here):
             raise ValueError(
-                f"The state has {there} inner optimizers, but this optimizer has "
-                f"{here}. {_SAME}"
+                f"The state has {len(there)} inner optimizers, but this optimizer has "
+                f"{len(here)}. {_SAME}"
             )
-        _merge(inner, self.optimizer.state)
+        for old, new in zip(here, there, strict=True):
+            old.update(new)
         for path, x in loaded.items():
             name, _, own_path = path.partition(".")
             if name in self._masters.state:
@@ -391,7 +390,8 @@ class LossScaleOptimizer(Optimizer):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_state": self._norms()}
+        norms = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
+        return vars(self) | {"_state": norms}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled)
@@ -415,8 +415,8 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and step skipping, but no loss scaling.
 
-    Use it with bfloat16, which has the range of float32 and needs no loss scaling. Get
-    the gradients from ``nn.value_and_grad``. Equivalent to
+    Use it with bfloat16, which has the same range as float32 and needs no loss scaling.
+    Get the gradients from ``nn.value_and_grad``. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
 
     Args:
@@ -463,23 +463,16 @@ class _State(dict[str, Any]):
 
 
 def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    if "states" in state:  # of a MultiOptimizer
+    if state.keys() == {"states"}:  # of a MultiOptimizer
         return {"states": [_without_moments(part) for part in state["states"]]}
     return {k: x for k, x in state.items() if not isinstance(x, CONTAINERS)}
 
 
-def _n_optimizers(state: dict[str, Any]) -> int:
-    return sum(map(_n_optimizers, state["states"])) if "states" in state else 1
-
-
-def _merge(new: Any, old: Any) -> None:
-    """Write a tree into the dicts and lists of another one, as far as those exist."""
-    for key, value in new.items() if isinstance(new, dict) else enumerate(new):
-        is_there = key in old if isinstance(old, dict) else key < len(old)
-        if is_there and isinstance(value, CONTAINERS) and value:
-            _merge(value, old[key])
-        else:
-            old[key] = value
+def _single_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    # A model's attribute may be named "states" too, but then there is also a "step".
+    if state.keys() != {"states"}:
+        return [state]
+    return [x for each in state["states"] for x in _single_states(each)]
 
 
 def _check_norm(value: Any) -> None:
@@ -506,4 +499,6 @@ def _check_array(path: str, x: Any) -> None:
         raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
     # The gradient norm of a skipped step is non-finite.
     if path != "grad_norm" and not all_finite(x):
-        raise ValueError(f"{path!r} in the state is non-finite. Load an earlier state.")
+        raise ValueError(
+            f"The state contains non-finite values in {path!r}. Load an earlier one."
+        )

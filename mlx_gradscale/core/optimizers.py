@@ -98,13 +98,8 @@ def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
 
 
 def needs_init(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is uninitialized or has no per-parameter state."""
-    is_empty = True
-    for part in single_optimizers(optimizer):
-        if not part._initialized:
-            return True
-        is_empty &= part.state.keys() <= {"step", "learning_rate", *part._schedulers}
-    return is_empty
+    """Return whether an optimizer, or one in a ``MultiOptimizer``, is uninitialized."""
+    return not all(part._initialized for part in single_optimizers(optimizer))
 
 
 def initialize(
@@ -151,7 +146,7 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 
 
 @contextmanager
-def borrowed(
+def roll_back(
     optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
 ) -> Iterator[None]:
     """Let an optimizer step with these scheduled values; roll it back on exit."""

@@ -81,7 +81,7 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     """
     scale, tracker = state["scale"], state["backoff_tracker"]
     has_budget = state["hysteresis"] > 1
-    good = mx.where(finite, state["growth_tracker"] + 1, 0)
+    good = mx.where(finite, mx.minimum(state["growth_tracker"], _MOST - 1) + 1, 0)
     bad = mx.where(finite, mx.where(has_budget, tracker, 0), tracker + 1)
     grow = good >= state["growth_interval"]
     allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
@@ -119,15 +119,9 @@ def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
         is_valid = mx.isfinite(scale) & (scale > 0)
         clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
         return mx.where(is_valid, clamped, state["scale"])
-    number = _as_number(value)
-    if not _is_number(number) or not 0 < number < 2.0**128:  # finite in float32
-        raise ValueError(
-            "new_scale must be a single positive number that is finite in float32, "
-            f"got {value!r}."
-        )
-    # A number below 2**-149 would be zero in float32.
-    scale = mx.array(max(float(number), SMALLEST_SCALE))
-    return mx.clip(scale, state["min_scale"], state["max_scale"])
+    number = _clamp_number(_as_number(value))
+    _check_field("scale", number, "new_scale")
+    return mx.clip(mx.array(float(number)), state["min_scale"], state["max_scale"])
 
 
 def as_array(name: str, value: Any) -> mx.array:
@@ -195,21 +189,18 @@ def _check_field(name: str, value: Any, label: str) -> None:
         raise ValueError(f"{label} must be {valid}, got {value}.")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, _TYPES[mx.float32][0]) and not isinstance(value, bool)
-
-
 def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
-    """Clamp the scales among loaded values, then check all values.
-
-    A scale from PyTorch may be as large as 2**127.
-    """
-    for name in _SCALES:
-        x = values[name]
-        if _is_number(x) and 0 < x < 2.0**128:
-            values = values | {name: min(max(x, SMALLEST_SCALE), LARGEST_SCALE)}
+    """Clamp the scales among loaded values, then check all values."""
+    values = values | {name: _clamp_number(values[name]) for name in _SCALES}
     check(values)
     return values
+
+
+def _clamp_number(x: Any) -> Any:
+    # A scale from PyTorch may be as large as 2**127. Other values fail the check.
+    is_number = isinstance(x, _TYPES[mx.float32][0]) and not isinstance(x, bool)
+    is_valid = is_number and 0 < x < 2.0**128  # finite in float32
+    return min(max(x, SMALLEST_SCALE), LARGEST_SCALE) if is_valid else x
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:

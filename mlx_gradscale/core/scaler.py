@@ -5,25 +5,25 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_map
 
 from . import scale as rule
 from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
 from .gradients import Backward, refuse_scaled, unscale, unscale_in_place
-from .guard import Participant, Plan, inspect, plan
+from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, is_floating, match
+from .trees import Leaf, Writes, commit, is_floating, match, tree_of
 
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
@@ -136,7 +136,7 @@ class GradScaler:
         self._backward = Backward(self._state)
         self._stages: dict[int, _Stage] = {}
         # The optimizers that were created with this scaler, or stepped by it.
-        self._users: dict[int, weakref.ref[Optimizer]] = {}
+        self._users = weakref.WeakValueDictionary[int, Optimizer]()
         self._skip_watch = SkipWatch()
 
     def _fill(self, values: dict[str, Any]) -> None:
@@ -336,7 +336,7 @@ class GradScaler:
         if not self._enabled and not is_wrapper(optimizer):
             optimizer.update(model, grads)
         else:
-            self._plan(optimizer, grads, model).commit_to_model()
+            self._step(optimizer, grads, model, is_last=False, is_tree=False)
         return self._state["last_step_applied"]
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
@@ -347,14 +347,14 @@ class GradScaler:
         """
         if not self._enabled and not is_wrapper(optimizer):
             return optimizer.apply_gradients(grads, parameters)
-        return self._plan(optimizer, grads, parameters).commit()
+        return self._step(optimizer, grads, parameters, is_last=False, is_tree=True)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
         if not self._enabled and not is_wrapper(optimizer):
             return self.step(optimizer, model, grads)
         check_model(model, "minimize", "apply_gradients()")
-        self._plan(optimizer, grads, model, is_last=True).commit_to_model()
+        self._step(optimizer, grads, model, is_last=True, is_tree=False)
         self._end_iteration()
         return self._state["last_step_applied"]
 
@@ -369,15 +369,15 @@ class GradScaler:
             wrapped: Participant = optimizer._participant()
             return wrapped
         check_supported(optimizer)
-        needs = partial(needs_init, optimizer)
-        return Participant(
-            optimizer, self._ranks, needs, partial(initialize, optimizer)
-        )
+        return Participant(optimizer, self._ranks)
 
-    def _plan(
-        self, optimizer: Optimizer, grads: Any, parameters: Any, is_last: bool = False
-    ) -> Plan:
-        """Plan a step and, if it is the last of an iteration, the next scale."""
+    def _step(
+        self, optimizer: Any, grads: Any, parameters: Any, is_last: bool, is_tree: bool
+    ) -> Any:
+        """Step and, if ``is_last``, update the scale.
+
+        Update a model in place, or return the new parameters if ``is_tree``.
+        """
         participant = self._participant(optimizer)
         stage = self._stages.get(id(optimizer))
         if stage and stage.stepped:
@@ -391,26 +391,34 @@ class GradScaler:
             grads = unscale(grads, self._backward.inverse_scale())
         leaves = match(grads, parameters)
         self._check_leaves(leaves, participant)
-        if participant.needs_init():
-            own = {leaf.path: leaf.parameter for leaf in leaves}
-            trained = tree_map_with_path(lambda path, _: own[path], grads)
-            if participant.masters and isinstance(parameters, nn.Module):
-                trained = parameters.trainable_parameters()
-            participant.init(trained)
+        if needs_init(optimizer) or needs_init(participant.optimizer):
+            trained = tree_of({x.path: x.parameter for x in leaves}, grads)
+            if participant.masters is None:
+                initialize(optimizer, trained)
+            elif isinstance(parameters, nn.Module):
+                optimizer.init(parameters.trainable_parameters())
+            else:
+                optimizer.init(trained)
         if participant.ranks.average:
             grads = participant.ranks.averaged(grads)
             leaves = match(grads, parameters)
         inspected = inspect(leaves, participant, stage.finite if stage else None)
         if not self._enabled:
             inspected = inspected._replace(applied=mx.array(True))
-        planned = plan(participant, grads, leaves, inspected)
+        new, writes = plan(participant, grads, inspected)
         if self._enabled:
-            if id(optimizer) not in self._users:
-                self._add_user(optimizer)
-            planned.writes += self._writes(inspected.applied, is_last)
+            self._users[id(optimizer)] = optimizer
+            writes += self._writes(inspected.applied, is_last)
             done = _Stage(optimizer, participant.ranks, inspected.applied, stepped=True)
-            planned.writes.append((self._stages, id(optimizer), done))
-        return planned
+            writes.append((self._stages, id(optimizer), done))
+        if is_tree:
+            commit(writes)
+            return tree_of({x.path: x.parameter for x in leaves} | new, grads)
+        for leaf in leaves:
+            if leaf.path in new:
+                writes.append((leaf.container, leaf.key, new[leaf.path]))
+        commit(writes)
+        return None
 
     def _check_leaves(self, leaves: list[Leaf], participant: Participant) -> None:
         self._backward.check_unscaled(leaves)
@@ -428,20 +436,15 @@ class GradScaler:
                 "gradients may have underflowed. Get them from value_and_grad() or "
                 "scale_loss(). To train without loss scaling, use GuardedOptimizer.",
             )
-        if participant.masters is None and any(
-            x.parameter.dtype in HALF for x in leaves
-        ):
+        if participant.masters is not None:
+            return
+        if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
                 "no master weights",
                 "Some parameters are float16 or bfloat16 and have no master weights, "
                 "so small updates are lost. Use LossScaleOptimizer, or keep the "
                 "parameters in float32 and pass compute_dtype= to value_and_grad().",
             )
-
-    def _add_user(self, optimizer: Optimizer) -> None:
-        """Remember, weakly, that an optimizer steps with this scaler."""
-        forget = partial(_forget, self._users, id(optimizer))
-        self._users[id(optimizer)] = weakref.ref(optimizer, forget)
 
     def _refuse_if_shared(self) -> None:
         """Raise if more than one optimizer steps with this scaler."""
@@ -487,7 +490,7 @@ class GradScaler:
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def _writes(self, applied: mx.array | None, is_last: bool) -> Writes:
-        """Return what a step and, if it is the last, ``update()`` write to the state.
+        """Return the state writes of a step and, if ``is_last``, of ``update()``.
 
         ``applied`` is None for ``update()`` by itself.
         """
@@ -618,10 +621,6 @@ def _advance(
         n_skips = (state | changed)["skips_since_update"]
         changed |= rule.next_scale(state, reduce(mx.logical_and, finite, n_skips == 0))
     return root_of(changed)
-
-
-def _forget(users: dict[int, Any], key: int, _: Any) -> None:
-    users.pop(key, None)
 
 
 def check_model(model: Any, method: str, instead: str) -> None:

@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import starmap
 from operator import setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map_with_path
 
 CONTAINERS = (dict, list, tuple)
 # The location of an array: its path, its container, and its key in the container.
@@ -56,9 +58,25 @@ def leaves(tree: Any) -> list[Any]:
     return [x for _, x in walk([tree])]
 
 
+def tree_of(values: dict[str, Any], structure: Any) -> Any:
+    """Build a tree of this structure from values by path.
+
+    Where a path has no value, the tree has an empty dict, as MLX's own trees have for
+    frozen parameters.
+    """
+    return tree_map_with_path(lambda path, _: values.get(path, {}), structure)
+
+
 def is_floating(x: mx.array) -> bool:
     """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
     return mx.issubdtype(x.dtype, mx.inexact)
+
+
+def read(x: mx.array) -> Any:
+    """Read a 0-d array; return None if it is a tracer from ``mx.compile``."""
+    with suppress(RuntimeError, ValueError):
+        return x.item()
+    return None
 
 
 def match(gradients: Any, parameters: Any, what: str = "gradient") -> list[Leaf]:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.finite import all_finite
+from ..core.forward import Casting
 from ..float32.calls import preserved
 from ..float32.progress import Progress
 from ..float32.trial import Trial
@@ -76,13 +77,14 @@ def calibrate(
     scaler = scaler_of(source)
     if not scaler.is_enabled():
         return 1.0
-    trial = Trial(model, loss_fn, batch, {}, compute_dtype, cast_inputs, keep)
+    casting = Casting(compute_dtype, keep, cast_inputs)
+    trial = Trial(model, loss_fn, batch, {}, casting)
     scale, problem = 0.0, None
     try:
         scale = _largest_scale(trial) * 2.0**-headroom
     except ValueError as error:
         problem = error
-    group = group or mx.distributed.init()
+    group = mx.distributed.init() if group is None else group
     if group.size() > 1:
         # Raise only after this: if a single rank raised, the others would wait for it.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.forward import Casting
 from ..files.text import align, dtype_name
 from ..float32.trial import Call, Trial
 
@@ -102,7 +103,8 @@ def compute_dtypes(
         >>> report.first.path, report.first.inputs
         ('layers.0', (mlx.core.float32,))
     """
-    trial = Trial(model, loss_fn, args, kwargs, compute_dtype, cast_inputs, keep)
+    casting = Casting(compute_dtype, keep, cast_inputs)
+    trial = Trial(model, loss_fn, args, kwargs, casting)
     return DtypeReport(tuple(_layers(trial.run(evaluate=False).loss_call)))
 
 

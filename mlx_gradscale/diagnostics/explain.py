@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.forward import Casting
 from ..core.gradients import refuse_scaled
 from ..core.scaler import GradScaler
 from ..files.text import power
@@ -136,7 +137,8 @@ def explain_overflow(
     """
     refuse_scaled(loss_fn)
     number = 1.0 if scale is None else scale_of(scale)
-    trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
+    casting = Casting(compute_dtype, keep, cast_inputs)
+    trial = Trial(model, loss_fn, batch, named, casting)
     result = trial.run(scale=number)
     fault = find_fault(trial, result)
     rest = result.loss, number

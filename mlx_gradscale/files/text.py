@@ -21,7 +21,7 @@ def shorten(value: object, width: int = 80) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-def list_some(names: Iterable[str], count: int = 4) -> str:
+def list_some(names: Iterable[object], count: int = 6) -> str:
     """Join up to ``count`` names with commas, and add the number of any others."""
     names = [*names]
     more = f" and {len(names) - count} more" if len(names) > count else ""

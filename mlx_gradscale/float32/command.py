@@ -1,7 +1,6 @@
 """The ``mlx_gradscale float16`` command: find float32 layers for an mlx-lm model."""
 
 import argparse
-import logging
 import shlex
 from collections.abc import Sequence
 from itertools import islice
@@ -29,7 +28,6 @@ def _search(arguments: Sequence[str] | None) -> int:
         raise ValueError("--batches and --max-seq-length must be 1 or more.")
     if not options.output.endswith(".json"):
         raise ValueError(f"--output must end in .json, got {options.output!r}.")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     found = find_float32_layers(
         *_load(options), margin=options.margin, tolerance=options.tolerance
     )

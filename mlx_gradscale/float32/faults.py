@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+from ..core.forward import is_opaque
 from ..files.text import list_some, power
 from ..nonfinite_leaves import nonfinite
 from .calls import ordered_modules, owner_of
@@ -38,8 +40,9 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     """
     if not run.reference and run.has_finite_gradients and not run.is_loss_off:
         return None
-    given = trial.arguments.items()
-    arguments = {path: x for path, x in given if isinstance(x, mx.array)}
+    given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
+    flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
+    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
     # Ignore -inf, because additive masks contain it.
     leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:
@@ -49,7 +52,13 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        text = f"The parameters contain NaN or inf in {names}. Restore a checkpoint."
+        remedy = "Restore an earlier checkpoint."
+        if not any(leaf.nan for leaf in leaves):
+            remedy = (
+                "If a cast to float16 made them inf, train in bfloat16 or float32. "
+                "Otherwise, restore an earlier checkpoint."
+            )
+        text = f"The parameters contain NaN or inf in {names}. {remedy}"
         paths = [path for path, _ in ordered_modules(trial.model)]
         return Fault("parameters", owner_of(paths, leaves[0].path), text)
     return _first_fault(run)

@@ -55,13 +55,11 @@ class Float32Call:
         finally:
             is_inside_layer.reset(token)
         given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
-        dtype = first_half(given) or parameter_dtype or self._model_dtype()
+        nearby = (x for module in self.neighbors for x in module.values())
+        dtype = first_half(given) or parameter_dtype or first_half(nearby)
         if dtype is None or not self.casts_back:
             return outputs
         return downcast(dtype, outputs)
-
-    def _model_dtype(self) -> mx.Dtype | None:
-        return first_half(x for module in self.neighbors for x in module.values())
 
 
 def float32_layers(model: nn.Module, where: Any) -> list[str]:

@@ -31,27 +31,20 @@ class Row:
         largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether this is a float32 layer, or inside one.
         maximum (float): The largest finite number of the dtype: 65504 for float16.
-        is_selected (bool): Whether this path is itself an entry of ``where``.
+        overflows_inside (bool): Whether the layer was selected although its inputs and
+            outputs fit. Usually, an intermediate result overflows or comes close.
     """
 
     layer: str
     largest: float
     is_float32: bool
     maximum: float = 65504.0
-    is_selected: bool = False
+    overflows_inside: bool = False
 
     @property
     def headroom(self) -> float:
         """``log2(maximum / largest)``, the number of doublings before an overflow."""
         return math.log2(self.maximum / self.largest) if self.largest else math.inf
-
-    @property
-    def overflows_inside(self) -> bool:
-        """Whether the layer was selected although its inputs and outputs fit.
-
-        Usually, an intermediate result inside the layer overflows or comes close.
-        """
-        return self.is_selected and self.largest <= self.maximum
 
 
 @dataclass(frozen=True)
@@ -100,6 +93,17 @@ class Float32Search:
         return "\n".join([*cost, f"{add}, and before it is compiled:", *lines])
 
     @property
+    def summary(self) -> list[str]:
+        """The layers in ``where`` and the reason for each, as lines of text."""
+        if not self.where:
+            return ["Every layer can compute in half precision."]
+        lines = ["These layers must compute in float32:"]
+        for entry, why in self.reasons.items():
+            model = "" if entry.partition(TO)[0] else "(model)"
+            lines.append(f"  {model}{entry}: {why}")
+        return lines
+
+    @property
     def cost(self) -> str:
         """How much of the model stays in half precision, and what to do if little."""
         if any(not entry.partition(TO)[0] for entry in self.where):
@@ -127,12 +131,7 @@ class Float32Search:
     def __str__(self) -> str:
         if self.problem:
             return f"Computing layers in float32 does not help. {self.problem}"
-        lines = ["Every layer can compute in half precision."]
-        if self.where:
-            lines = ["These layers must compute in float32:"]
-        for entry, why in self.reasons.items():
-            model = "" if entry.partition(TO)[0] else "(model)"
-            lines.append(f"  {model}{entry}: {why}")
+        lines = self.summary
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines += [f"Loss {', '.join(losses)}.", *filter(None, [self.line])]
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..core.forward import Casting
 from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
 from ..files.text import dtype_name, power
@@ -49,8 +50,7 @@ def find_float32_layers(
 
     The search does not change the model. Pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. If the search takes
-    longer than three seconds, its runs are printed to stderr. If logging is enabled at
-    level INFO, all runs are logged instead.
+    longer than three seconds, its runs are printed to stderr.
 
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
@@ -111,7 +111,8 @@ def find_float32_layers(
         named = batch if type(batch) is dict else {}
         args = () if named is batch else batch
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        trial = Trial(model, loss_fn, args, named, compute_dtype, cast_inputs)
+        casting = Casting(compute_dtype, cast_inputs=cast_inputs)
+        trial = Trial(model, loss_fn, args, named, casting)
         name = f"Batch {i} of {len(batches)}" if len(batches) > 1 else trial.name
         trials.append(replace(trial, name=name))
     return search(trials, tolerance, margin)
@@ -169,10 +170,10 @@ def calibration_line(trial: Trial, source: str = "optimizer") -> str:
     """Return the line of code that calibrates the loss scale for a trial."""
     name = getattr(trial.loss_fn, "__name__", "")
     arguments = [source, "model", name if name.isidentifier() else "loss_fn", "*batch"]
-    if trial.compute_dtype is not None:
-        arguments.append(f"compute_dtype=mx.{dtype_name(trial.compute_dtype)}")
-    arguments += ["keep=keep"] * (trial.keep is not None)
-    arguments += ["cast_inputs=False"] * (not trial.cast_inputs)
+    dtype, keep, cast_inputs = trial.casting
+    arguments += [f"compute_dtype=mx.{dtype_name(dtype)}"] if dtype else []
+    arguments += ["keep=keep"] if keep else []
+    arguments += [] if cast_inputs else ["cast_inputs=False"]
     return f"mlx_gradscale.diagnostics.calibrate({', '.join(arguments)})"
 
 
@@ -212,10 +213,11 @@ class _Search:
         largest: dict[str, float] = {}
         for x in (x for run in self.references for x in run.forward):
             largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
-        rows = [
-            Row(path, size, is_inside(path, *inside), self._maximum, path in where)
-            for path, size in largest.items()
-        ]
+        rows = []
+        for path, size in largest.items():
+            overflows_inside = path in where and size <= self._maximum
+            is_float32 = is_inside(path, *inside)
+            rows.append(Row(path, size, is_float32, self._maximum, overflows_inside))
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
@@ -262,8 +264,16 @@ class _Search:
             return self._name_chain(children[first : last + 1])
         if call.path:
             return call.path
-        # The value reaches the loss function.
-        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}"
+        # The value reaches the loss function. If a model returns the value of its last
+        # layers, only these have to compute in float32.
+        calls = children[first:]
+        while len(calls) == 1 and not self._is_large(calls[0].inputs):
+            inner = calls[0].children
+            large = [c for c in inner if self._is_large(c.inputs + c.outputs)]
+            if not large or self._is_large(large[0].inputs):
+                break
+            calls = inner[inner.index(large[0]) :]
+        return f"{self._name_chain(calls)}{TO}{THE_LOSS}"
 
     def _name_chain(self, calls: list[Call]) -> str:
         paths = list(dict.fromkeys(call.path or "" for call in calls))

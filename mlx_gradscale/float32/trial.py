@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from ..core.forward import Casting, is_opaque
 from ..core.gradients import loss_of
@@ -39,17 +39,10 @@ _GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
 class Value:
     """Statistics of a layer's input or output, or of an unscaled gradient.
 
-    Attributes:
-        path (str): The path of the layer, or of the parameter.
-        caller (str or None): The layer that made the call or owns the parameter; None
-            for the loss function.
-        side (str): "input", "output", "input gradient", "output gradient" or "parameter
-            gradient".
-        has_gradient (bool): Whether this is a gradient, or its gradient was computed.
-        other (Value or None): The same value in the reference run, if any.
-        counts (NonFinite): How many elements are NaN or inf.
-        largest (float): The largest finite magnitude.
-        maximum (float): The largest finite element, with its sign.
+    ``path`` is that of the layer or the parameter. ``caller`` is the layer that made
+    the call or owns the parameter, or None for the loss function. ``side`` is "input",
+    "output", or one of the keys with "gradient" in ``faults._describe``. ``other`` is
+    the same value in the reference run, if any.
     """
 
     def __init__(
@@ -138,15 +131,9 @@ class Call:
 class Run:
     """The measurements of one forward and backward pass, with gradients unscaled.
 
-    Attributes:
-        values (dict): All values in the order of computation, with keys that are the
-            same in every run.
-        loss_call (Call): The call to the loss function, which contains all other calls.
-        reference (Run or None): The float32 run to compare with, if any.
-        forward (list): The inputs and outputs of all layers.
-        backward (list): Their gradients, then those of the parameters.
-        gradients (list): The gradients of the parameters.
-        expected_loss (float): The loss of the reference or, without one, of this run.
+    ``values`` has all values in the order of computation, with keys that are the same
+    in every run. ``loss_call`` is the call to the loss function, which contains all
+    other calls. Without a reference run, ``expected_loss`` is the loss of this run.
     """
 
     def __init__(self, trial: "Trial", scale: float):
@@ -246,7 +233,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model, a loss and one batch, with options for ``GradScaler.value_and_grad``.
+    """A model, a loss and one batch, with the casts of ``value_and_grad``.
 
     If ``reference`` is a float32 run, all values are compared with that run, and the
     relative difference of the loss may be at most ``tolerance``, and that of the
@@ -257,9 +244,7 @@ class Trial:
     loss_fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    compute_dtype: mx.Dtype | None = None
-    cast_inputs: bool = True
-    keep: Callable[[str, mx.array], bool] | None = None
+    casting: Casting = field(default_factory=Casting)
     reference: Run | None = None
     tolerance: float = 0.0
     name: str = "The batch"
@@ -268,15 +253,9 @@ class Trial:
     def maximum(self) -> float:
         """bfloat16's largest finite number for a bfloat16 model, else float16's."""
         own = {x.dtype for x in leaves(self.model.parameters())}
-        dtypes = own if self.compute_dtype is None else {self.compute_dtype}
+        dtypes = {self.casting.compute_dtype} if self.casting.compute_dtype else own
         is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
         return float(mx.finfo(mx.bfloat16 if is_wide else mx.float16).max)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The leaves of the arguments by path, such as ``args[1].mask``."""
-        tree = {f"args[{i}]": x for i, x in enumerate(self.args)} | self.kwargs
-        return dict(tree_flatten(tree, is_leaf=is_opaque))
 
     def run(
         self,
@@ -315,19 +294,15 @@ class Trial:
         with preserved(self.model):
             # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
-            given = self.args, self.kwargs
-            given = tree_map(Casting(mx.float32).cast, given, is_leaf=is_opaque)
-            options: Any = {"compute_dtype": mx.float32, "cast_inputs": False}
-            return Trial(self.model, self.loss_fn, *given, **options).run([])
+            casting = Casting(mx.float32, cast_inputs=False)
+            given: Any = self.args, self.kwargs
+            args, kwargs = tree_map(casting.cast, given, is_leaf=is_opaque)
+            return Trial(self.model, self.loss_fn, args, kwargs, casting).run([])
 
     def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
         """Lazily compute the loss and its unscaled gradients; suppress warnings."""
         loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
-            self.model,
-            self.loss_fn,
-            self.compute_dtype,
-            keep=self.keep,
-            cast_inputs=self.cast_inputs,
+            self.model, self.loss_fn, **self.casting._asdict()
         )
         with warnings.catch_warnings():
             # Warnings from trial runs would repeat what the reports say.

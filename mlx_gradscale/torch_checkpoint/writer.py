@@ -86,8 +86,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         _write_zip(file, "archive", buffer.getvalue(), pickler.arrays)
     else:
         raise TypeError(
-            "save() takes a path or a writable binary file as its first argument and "
-            f"the object as its second. The first has type {type(file).__name__}."
+            f"Expected a path or a writable binary file, got {type(file).__name__}. "
+            "Call save(path, object)."
         )
 
 

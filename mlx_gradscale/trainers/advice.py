@@ -2,34 +2,16 @@
 
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.notices import LOW_SCALE
 from ..core.scaler import GradScaler
-from ..files.text import percent, plural
-
-if TYPE_CHECKING:
-    from ..float32 import Float32Search
+from ..files.text import plural
 
 EXPLAIN = "To find the cause, call mlx_gradscale.diagnostics.explain_overflow()."
-
-
-def list_layers(found: "Float32Search") -> list[str]:
-    """Describe the layers that a search has found, in lines of text."""
-    if not found.where:
-        return ["All layers compute in half precision."]
-    lines = ["These layers compute in float32:"]
-    for entry, why in found.reasons.items():
-        model = "" if entry[:1].strip() else "(model)"  # "" or " to the loss"
-        lines.append(f"  {model}{entry}: {why}")
-    share = percent(found.float16_parameters)
-    lines.append(f"{share} of the parameters compute in half precision.")
-    if found.float16_parameters < 0.5:
-        lines[-1] += " Consider bfloat16 or float32 for the whole model."
-    return lines
 
 
 def find_first_scale(

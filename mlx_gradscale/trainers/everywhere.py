@@ -34,7 +34,7 @@ from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, is_floating, leaves
 from ..files.text import plural
-from .advice import EXPLAIN, describe_skips, find_first_scale, list_layers
+from .advice import EXPLAIN, describe_skips, find_first_scale
 
 _Fn = Callable[..., Any]
 
@@ -295,7 +295,7 @@ class Everywhere:
         if where is not None:
             float32_layers(model, where)  # raises if no layers help
         if self.float32_layers == "auto":
-            lines = list_layers(where)
+            lines = [*where.summary, *([where.cost] if where.where else [])]
             self.found_layers += lines
             self.show(*lines)
         if self.init_scale is None:

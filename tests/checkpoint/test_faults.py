@@ -62,12 +62,9 @@ def test_kill_at_any_point_leaves_whole_checkpoints_and_no_lasting_files(killed)
         assert len(list(run.iterdir())) == 3
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_disk_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one(
-    code, tmp_path
-):
+def test_disk_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
     def fail():
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     save_checkpoint(tmp_path, *small(0), keep=2, step=0)
     at, outcomes = 0, set()
@@ -79,7 +76,7 @@ def test_disk_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one(
             save_checkpoint(tmp_path, *small(at), keep=2, step=at)
             failed = False
         except OSError as error:
-            failed = error.errno == code
+            failed = error.errno == errno.ENOSPC
         finally:
             POINTS.stop()
         after = restored(tmp_path)

@@ -118,8 +118,6 @@ def replace_by_pipe(file):
 
 DAMAGES = {
     "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), ""),
-    "emptied": (lambda file: file.write_bytes(b""), ""),
-    "replaced": (lambda file: file.write_bytes(b"x" * 999), ""),
     "removed": (Path.unlink, "No such file"),
     "link": (link, "is a symbolic link"),
     "pipe": (replace_by_pipe, "is not a regular file"),

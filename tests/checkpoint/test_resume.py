@@ -1,11 +1,6 @@
 """A restored run continues bit-identically; a mismatch changes nothing."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,9 +14,6 @@ from support.packed_moments import PackedAdamW, check_resume
 import mlx_gradscale
 from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
 
-TESTS = Path(__file__).parents[1]
-ROOT = TESTS.parent
-
 
 def parametrize_kinds(*kinds):
     marks = {True: [pytest.mark.compiles], False: []}
@@ -29,8 +21,10 @@ def parametrize_kinds(*kinds):
     return pytest.mark.parametrize("kind", params)
 
 
-# What follows a BatchNorm computes in float32.
-pytestmark = pytest.mark.filterwarnings("ignore:.*computes in float32")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*computes in float32"),  # after a BatchNorm
+    pytest.mark.filterwarnings("ignore:.*have no master weights"),
+]
 
 
 def started(kind, steps=6):
@@ -58,21 +52,6 @@ def test_run_restored_in_place_or_into_new_objects_resumes_bit_identically(
         other = started(kind, steps)
         restore_checkpoint(tmp_path / "run", *other.parts)
         assert other.train(6, 12) == expected
-
-
-@parametrize_kinds("AdamW", "LossScaleOptimizer", "compiled LossScaleOptimizer")
-def test_new_process_resumes_bit_identically(kind, tmp_path):
-    run = started(kind)
-    save_checkpoint(tmp_path / "run", *run.parts, step=6)
-    command = [sys.executable, str(TESTS / "support" / "checkpoint_runs.py"), kind]
-    done = subprocess.run(
-        [*command, str(tmp_path / "run"), "6", "12"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT)])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [{"step": 6}, *run.train(6, 12)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -202,7 +181,6 @@ WRONG = {
         lambda: Run(optim.Adam(1e-2)),
         "saved with AdamW, but the optimizer is Adam",
     ),
-    "several": (ADAMW, KINDS["MultiOptimizer"], "with AdamW, but .* is Muon, AdamW"),
     "setting": (
         ADAMW,
         lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
@@ -214,11 +192,6 @@ WRONG = {
         ADAMW,
         lambda: Run(half(optim.AdamW(1e-2)).optimizer),
         "with AdamW, but .* is LossScaleOptimizer, AdamW",
-    ),
-    "not wrapped": (
-        WRAPPED,
-        lambda: Run(optim.AdamW(SCHEDULE), scaler(), dtype=mx.float16),
-        "with LossScaleOptimizer, AdamW, but .* is AdamW",
     ),
     "setting of the wrapper": (
         WRAPPED,
@@ -376,25 +349,6 @@ def test_state_that_grows_in_the_first_step_and_python_numbers_are_restored(tmp_
     for parts in ((model, optimizer), other):
         parts[1].update(parts[0], parts[0].parameters())
     assert bits(other[0].parameters()) == bits(model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_float32_moments_and_statistics_of_a_float16_model_are_restored(tmp_path):
-    def start():
-        model = nn.Sequential(nn.Linear(8, 2), nn.BatchNorm(2))
-        model.set_dtype(mx.float16)
-        return model, optim.AdamW(1e-2), scaler()
-
-    model, optimizer, own_scaler = start()
-    _, grads = own_scaler.value_and_grad(model, mse(model))(*batch(0, 4))
-    own_scaler.minimize(optimizer, model, grads)
-    assert optimizer.state["layers"][0]["weight"]["m"].dtype == mx.float32
-    assert model.layers[1].running_mean.dtype == mx.float32
-    save_checkpoint(tmp_path, model, optimizer, own_scaler)
-    other = start()
-    restore_checkpoint(tmp_path, *other)
-    assert bits(other[0].parameters()) == bits(model.parameters())
-    assert bits(other[1].state) == bits(optimizer.state)
 
 
 @pytest.mark.parametrize("saved", ["float32", "remainder"])

@@ -40,7 +40,7 @@ def trainer_folder(path, schedule=True):
     (path / "rng_state.pth").write_bytes(b"random")
     (path / "config.json").write_text("{}")
     state = {"global_step": 3, "epoch": 0.5, "log_history": []}
-    (path / "trainer_state.json").write_text(json.dumps(state))
+    (path / "trainer_state.json").write_text(json.dumps(state, sort_keys=True))
     return path
 
 
@@ -64,9 +64,6 @@ def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn)
     assert (state["global_step"], state["epoch"]) == (6, 1.0)
     scheduler = pt.load(tmp_path / "back/scheduler.pt")
     assert (scheduler["last_epoch"], scheduler["_step_count"]) == (6, 7)
-    for name in ("training_args.bin", "rng_state.pth", "config.json"):
-        same = (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
-        assert same
     back = pt.load(tmp_path / "back/optimizer.pt")
     assert back["state"][0]["step"].item() == 6
     assert run.template["trainer_state.json"]["global_step"] == 3
@@ -110,12 +107,10 @@ def test_convert_command_round_trips_a_folder(tmp_path, capsys):
     (tmp_path / "names").write_text("\n".join(NAMES))
     forward(source, tmp_path / "run", "--names", str(tmp_path / "names"))
     forward(tmp_path / "out", tmp_path / "run")
-    for name in ("optimizer.pt", "scheduler.pt"):
-        identical(pt.load(source / name), pt.load(tmp_path / "out" / name))
-    args = [pt.load(tmp_path / d / "training_args.bin") for d in ("in", "out")]
-    assert str(args[0]) == str(args[1])
-    a, b = (mx.load(str(tmp_path / d / "model.safetensors")) for d in ("in", "out"))
-    identical(a, {name: b[name] for name in a})
+    a, b = (read_torch(tmp_path / folder)[:2] for folder in ("in", "out"))
+    identical(a[0], b[0])
+    for name, file in a[1].items():
+        assert file.read_bytes() == b[1][name].read_bytes()
 
 
 def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
@@ -166,6 +161,14 @@ def test_sharded_model_comes_back_as_one_file(end, tmp_path):
     first = next(source.glob("model-00001*"))
     with pytest.raises(ConvertError, match="one shard of a model"):
         load_torch(first, model)
+    if end == "bin":
+        for content, word in (
+            ({"fc.bias": mx.ones(2)}, r"another shard both contain fc\.bias"),
+            ({"fc.weight": 3}, "a value that is not a named tensor"),
+        ):
+            pt.save(first, content)
+            with pytest.raises(ConvertError, match=word):
+                load_torch(source, model)
     first.unlink()
     with pytest.raises(ConvertError, match="Add missing shards"):
         load_torch(source, model)
@@ -276,17 +279,15 @@ def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("files", "word"),
+    ("name", "word"),
     [
-        ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b"x"}, "zero_to_fp32"),
-        ({"epoch_1.pt": b"x", "epoch_2.pt": b"x"}, "the path of a single file"),
-        ({"notes.txt": b"x"}, "contains no file with a name"),
-        ({".metadata": b"x"}, "format_utils dcp_to_torch"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32"),
+        ("epoch_1.pt", "contains no file with a name.* the path of a single file"),
+        (".metadata", "format_utils dcp_to_torch"),
     ],
 )
-def test_unsupported_folder_error_names_its_kind(files, word, tmp_path):
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
+def test_unsupported_folder_error_names_its_kind(name, word, tmp_path):
+    (tmp_path / name).write_bytes(b"x")
     with pytest.raises((ConvertError, pt.CheckpointError), match=word):
         load_torch(tmp_path, Small())
 

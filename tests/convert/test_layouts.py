@@ -128,36 +128,27 @@ def test_wrapper_prefixes_are_removed_from_names_and_restored(wrapped, renamed):
     assert plan.entries.keys() | set(plan.torch_only) == tensors.keys()
 
 
-def test_error_lists_missing_and_extra_names():
+def test_error_names_missing_extra_and_equal_names_and_wrong_shapes():
     tensors = net_tensors()
     del tensors["blocks.1.bias"]
     tensors["head.weight"] = mx.zeros((2, 2))
     with pytest.raises(ConvertError, match=r"head\.weight\. .* for blocks\.1\.bias"):
         make_plan(tensors, Net())
+    for name, shape, word in (
+        ("blocks.0.weight", (5, 4), r"blocks\.0\.weight has shape \(5, 4\)"),
+        ("features.layers.0.weight", (4, 3, 3, 2), r"MLX's layout \(conv\)"),
+    ):
+        with pytest.raises(ConvertError, match=word):
+            make_plan(net_tensors() | {name: mx.zeros(shape)}, Net())
+    two = {"a": mx.zeros(2), "b": mx.zeros(2)}
+    with pytest.raises(ConvertError, match="would both become table"):
+        make_plan(two, custom(2), Options(rename=lambda _: "table"))
 
 
 def test_dropped_tensors_are_kept_for_pytorch_only():
     extra = {"mask": mx.zeros((2, 2)), "blocks.0._extra_state": mx.zeros(3, mx.uint8)}
     plan = make_plan(net_tensors() | extra, Net(), Options(drop=("mask",)))
     assert plan.torch_only == tuple(extra)
-
-
-def test_error_names_tensors_with_wrong_shapes():
-    tensors = net_tensors()
-    tensors["blocks.0.weight"] = mx.zeros((5, 4))
-    with pytest.raises(ConvertError, match=r"blocks\.0\.weight has shape \(5, 4\)"):
-        make_plan(tensors, Net())
-    tensors = net_tensors()
-    name = "features.layers.0.weight"
-    tensors[name] = mx.zeros((4, 3, 3, 2))
-    with pytest.raises(ConvertError, match=r"MLX's layout \(conv\)"):
-        make_plan(tensors, Net())
-
-
-def test_renaming_two_tensors_to_one_name_is_refused():
-    tensors = {"a": mx.zeros(2), "b": mx.zeros(2)}
-    with pytest.raises(ConvertError, match="would both become a"):
-        make_plan(tensors, Holder({"a": tensors["a"]}), Options(rename=lambda _: "a"))
 
 
 def test_square_weights_beside_transposed_ones_are_reported():
@@ -181,53 +172,40 @@ def test_square_weights_beside_transposed_ones_are_reported():
     assert make_plan(tensors, model, Options(layouts=same)).notes == []
 
 
-def test_tied_weights_are_stored_once():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(5, 3)
-
+def test_tied_weights_are_stored_once_by_the_name_that_mlx_has():
     weight = mx.ones((5, 3))
     tensors = {"embed.weight": weight, "head.weight": weight}
-    plan = convert(tensors, Tied())
-    assert plan.tied == {"head.weight": "embed.weight"}
+    for own, other in (tensors, [*tensors][::-1]):
+        tied = Holder({own: mx.zeros((5, 3))})
+        assert convert(tensors, tied).tied == {other: own}
+        # Kept apart, it would come back with its old values, and win in PyTorch.
+        plan = make_plan(tensors, tied, Options(drop=(other,)))
+        assert (plan.tied, plan.torch_only) == ({other: own}, ())
     # Equal values in two tensors are not tied.
     apart = {"embed.weight": weight, "head.weight": mx.ones((5, 3))}
-    with pytest.raises(ConvertError, match=r"no parameter for head\.weight"):
-        make_plan(apart, Tied())
+    with pytest.raises(ConvertError, match=r"no parameter for embed\.weight"):
+        make_plan(apart, tied)
     with pytest.raises(ConvertError, match=r"separate parameters.*embedding\.as_lin"):
         make_plan(tensors, Holder(apart))
 
 
-def test_tied_name_that_mlx_lacks_may_come_first_or_be_dropped():
-    weight = mx.ones((5, 3))
-    tensors = {"a": weight, "table": weight}
-    want = {"a": "table"}
-    assert make_plan(tensors, Custom(5, 3)).tied == want
-    # Kept apart, it would come back with its old values, and win in PyTorch.
-    plan = make_plan(tensors, Custom(5, 3), Options(drop=("a",)))
-    assert (plan.tied, plan.torch_only) == (want, ())
-
-
-class Custom(nn.Module):
-    def __init__(self, *shape):
-        super().__init__()
-        self.table = mx.zeros(shape)
+def custom(*shape):
+    return Holder({"table": mx.zeros(shape)})
 
 
 def test_custom_layer_keeps_its_layout_unless_another_layout_matches_too():
-    plan = make_plan({"table": mx.zeros((1, 7, 5))}, Custom(1, 7, 5))
+    plan = make_plan({"table": mx.zeros((1, 7, 5))}, custom(1, 7, 5))
     assert plan.entries["table"].layout == "same"
     for shape, mlx in (((4, 4, 4), (4, 4, 4)), ((4, 3, 5), (4, 5, 3))):
         tensors = {"table": mx.zeros(shape)}
         with pytest.raises(ConvertError, match="table=conv"):
-            make_plan(tensors, Custom(*mlx))
+            make_plan(tensors, custom(*mlx))
         kind = "same" if shape == mlx else "conv"
-        make_plan(tensors, Custom(*mlx), Options(layouts={"table": kind}))
+        make_plan(tensors, custom(*mlx), Options(layouts={"table": kind}))
 
 
 def test_patterns_that_match_nothing_and_unknown_layouts_are_errors():
-    tensors, model = {"table": mx.zeros((2, 3, 4))}, Custom(2, 4, 3)
+    tensors, model = {"table": mx.zeros((2, 3, 4))}, custom(2, 4, 3)
     with pytest.raises(ConvertError, match="matches no tensor"):
         make_plan(tensors, model, Options(layouts={"b.*": "conv"}))
     with pytest.raises(ConvertError, match="'turn' is not a layout"):

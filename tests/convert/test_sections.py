@@ -4,12 +4,21 @@ from collections import OrderedDict
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 import pytest
-from support.convert_runs import Small, forward, identical, shapes_of_checkpoints, small
+from support.convert_runs import (
+    Small,
+    forward,
+    identical,
+    sgd,
+    shapes_of_checkpoints,
+    small,
+)
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, save_torch
 from mlx_gradscale.convert.sections import find_sections
+from mlx_gradscale.convert.tree import match_type
 from mlx_gradscale.torch_checkpoint import Placeholder
 
 
@@ -29,6 +38,9 @@ def test_sections_are_found_at_any_depth_and_round_trip(kind, tmp_path):
     run = there_and_back(tmp_path, shapes_of_checkpoints()[kind])
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
     assert run.scaler.get_scale() == 512.0
+    if kind in ("mmengine", "torchtitan"):
+        beside = {"mmengine": "meta", "torchtitan": "train"}[kind]
+        assert [*run.template.entries_beside()] == [beside]
 
 
 def test_several_models_require_a_key_but_averages_do_not():
@@ -65,32 +77,6 @@ def test_key_without_a_matching_section_is_an_error(keys, word):
         find_sections({"a": model, "opt": optimizer, "epoch": 3}, keys)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"loss_scale": 128.0, "counter": 7},
-        {"cur_scale": 128.0, "cur_iter": 7},
-        {"scale": 128.0, "fin_steps": 7},
-        {"amp": {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}},
-    ],
-)
-def test_only_the_keys_of_pytorch_identify_a_scaler(extra, tmp_path):
-    model, optimizer, _ = small()
-    run = there_and_back(tmp_path, {"model": model, "optimizer": optimizer, **extra})
-    assert run.scaler is None
-    assert run.optimizer is not None
-
-
-def test_scaler_inside_the_optimizer_is_found_and_converted_back(tmp_path):
-    """As mmengine writes it."""
-    model, optimizer, scaler = small()
-    optimizer = {**optimizer, "loss_scaler": scaler}
-    checkpoint = {"state_dict": model, "optimizer": optimizer, "meta": {"epoch": 3}}
-    run = there_and_back(tmp_path, checkpoint)
-    assert run.scaler.get_scale() == 512.0
-    assert [*run.template.entries_beside()] == ["meta"]
-
-
 def test_state_dict_values_that_are_not_tensors_survive_a_round_trip(tmp_path):
     model, optimizer, _ = small()
     model = OrderedDict({"fc._extra_state": {"calls": 3}, **model})
@@ -98,13 +84,6 @@ def test_state_dict_values_that_are_not_tensors_survive_a_round_trip(tmp_path):
     there_and_back(tmp_path, {"net": model, "opt": optimizer})
     there_and_back(tmp_path, {"model": mixed, "optimizer": optimizer})
     there_and_back(tmp_path, {"n": mixed, "o": optimizer}, keys={"model": "n"})
-
-
-def test_top_level_tensors_next_to_an_optimizer_are_the_model(tmp_path):
-    """As torchtitan writes them."""
-    model, optimizer, _ = small()
-    run = there_and_back(tmp_path, {**model, "optimizer": optimizer, "train": {"n": 1}})
-    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
 
 
 def test_foreign_objects_and_unusual_values_come_back_unchanged(tmp_path):
@@ -120,28 +99,20 @@ def test_foreign_objects_and_unusual_values_come_back_unchanged(tmp_path):
     assert type(back["odd"][-1]) is frozenset
     assert str(back["args"]) == str(args)
     identical(back["rng"], checkpoint["rng"])
+    assert type(match_type([0.5, 0.9], pt.TorchSize((0, 1)))) is pt.TorchSize
 
 
-def test_numpy_numbers_are_accepted_as_numbers(tmp_path):
-    numpy = pytest.importorskip("numpy")
+def test_numpy_numbers_are_numbers_and_pickled_modules_are_refused(tmp_path):
     torch = pytest.importorskip("torch")
     layer = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)})
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=numpy.float64(0.25))
-    torch.save(
-        {"model": layer.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "a.pt"
-    )
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=np.float64(0.25)).state_dict()
+    torch.save({"model": layer.state_dict(), "opt": optimizer}, tmp_path / "a.pt")
     run = load_torch(tmp_path / "a.pt", Small())
     assert run.optimizer.learning_rate.item() == 0.25
-
-
-@pytest.mark.parametrize("keys", [{}, {"model": "model"}])
-def test_pickled_module_is_refused_with_a_hint_to_save_its_state_dict(keys, tmp_path):
-    torch = pytest.importorskip("torch")
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1).state_dict()
-    torch.save({"model": layer, "optimizer": optimizer}, tmp_path / "a.pt")
-    with pytest.raises(ConvertError, match=r"pickled module.*state_dict\(\)"):
-        load_torch(tmp_path / "a.pt", Small(), Options(keys=keys))
+    torch.save({"model": layer, "opt": optimizer}, tmp_path / "a.pt")
+    for keys in ({}, {"model": "model"}):
+        with pytest.raises(ConvertError, match=r"pickled module.*state_dict\(\)"):
+            load_torch(tmp_path / "a.pt", Small(), Options(keys=keys))
 
 
 def test_checkpoint_without_a_model_is_an_error_that_says_what_to_do(tmp_path):
@@ -166,31 +137,25 @@ def test_moments_outside_an_optimizer_are_not_silently_dropped(tmp_path):
     assert any("other" in note for note in there_and_back(tmp_path, both).notes)
 
 
-def deepspeed(flat, masters):
-    """The keys of DeepSpeed's FP16_Optimizer."""
-    optimizer = small()[1]
-    if flat:
-        optimizer["state"] = {0: {"momentum_buffer": mx.zeros(8)}}
-        optimizer["param_groups"][0]["params"] = [0]
-    return {
+def test_deepspeed_optimizer_converts_unless_it_is_flat_and_only_as_an_optimizer(
+    tmp_path,
+):
+    """As its FP16_Optimizer writes it. Only PyTorch's keys identify a scaler."""
+    weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
+    optimizer = {
         "dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 3,
         "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000,
-        "optimizer_state_dict": optimizer, "fp32_groups": masters, "clip_grad": 0.0,
+        "optimizer_state_dict": small()[1], "clip_grad": 0.0,
+        "fp32_groups": [[x.astype(mx.float32) for x in weights.values()]],
     }  # fmt: skip
-
-
-def test_deepspeed_half_precision_optimizer_is_not_mistaken_for_a_scaler(tmp_path):
-    weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
-    masters = [[x.astype(mx.float32) for x in weights.values()]]
-    checkpoint = {"module": weights, "optimizer": deepspeed(False, masters)}
+    apex = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
+    checkpoint = {"module": weights, "optimizer": optimizer, "amp": apex}
     run = there_and_back(tmp_path, checkpoint)
     assert run.scaler is None
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
     assert any("optimizer/fp32_groups are not" in note for note in run.notes)
-
-
-def test_flat_optimizer_state_is_refused_with_a_workaround(tmp_path):
-    checkpoint = {"module": small()[0], "optimizer": deepspeed(True, [mx.zeros(8)])}
+    flat = {"state": {0: {"momentum_buffer": mx.zeros(8)}}, "param_groups": [sgd([0])]}
+    optimizer["optimizer_state_dict"] = flat
     pt.save(tmp_path / "a.pt", checkpoint)
     with pytest.raises(ConvertError, match=r"of DeepSpeed.*--optimizer-key ''"):
         load_torch(tmp_path / "a.pt", Small())
@@ -239,10 +204,7 @@ def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
 
 
 def test_shared_state_dict_is_one_model(tmp_path):
-    model = dict(small()[0])
-    pt.save(tmp_path / "a.pt", {"state_dict": model, "model": model})
-    mine = Small()
-    run = load_torch(tmp_path / "a.pt", mine)
-    save_torch(tmp_path / "b.pt", mine, like=run.template)
+    model = small()[0]
+    there_and_back(tmp_path, {"state_dict": model, "model": model})
     back = pt.load(tmp_path / "b.pt")
     assert back["model"] is back["state_dict"]

@@ -11,16 +11,8 @@ import mlx.nn as nn
 import pytest
 from golden.sources import gpt
 from golden.sources.data import BEFORE, tokens
-from support.regression import (
-    MODEL,
-    assert_near,
-    convert,
-    mlx_steps,
-    torch_net,
-    torch_steps,
-)
+from support.regression import assert_near, mlx_steps, torch_net, torch_steps
 
-from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert.tree import get
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -156,10 +148,33 @@ def shape_of(value):
     return type(value)
 
 
-@pytest.mark.parametrize("name", ["timm", "torchvision", "mmengine"])
-def test_scaler_in_another_programs_checkpoint_is_found(name, tmp_path):
-    flags = ("--rename", r"^net\.=") if name == "mmengine" else ()
-    convert(GOLDEN / SOURCES[name].file, tmp_path / "run", *MODEL, *flags)
-    scaler = read_checkpoint(tmp_path / "run").scaler
-    assert scaler["scale"] == 65536.0
-    assert scaler["_growth_tracker"] == BEFORE
+def decayed(net):
+    """Two groups, and the second begins: another order than the model's."""
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": others, "weight_decay": 0.0}, {"params": matrices[::-1]}], lr=1e-2
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_optimizer_state_by_name_resumes_in_mlx_and_converts_back(is_flat, tmp_path):
+    distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    options = distributed.StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    net = torch_net()
+    optimizer = decayed(net)
+    torch_steps(net, optimizer, range(10))
+    state = distributed.get_optimizer_state_dict(net, optimizer, options=options)
+    torch.save({"model": net.state_dict(), "optim": state}, tmp_path / "a.pt")
+    want = torch_steps(net, optimizer, range(10, 20))
+
+    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "b.pt", range(10, 15))
+    assert_near(losses, want[:5])
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert back["optim"].keys() == state.keys()
+    net = torch_net()
+    optimizer = decayed(net)
+    net.load_state_dict(back["model"])
+    distributed.set_optimizer_state_dict(net, optimizer, back["optim"], options=options)
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[5:])

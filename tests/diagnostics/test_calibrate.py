@@ -46,10 +46,7 @@ def test_calibrate_does_not_change_the_model_or_the_random_state():
     scaler.scale(mx.array(1.0))
 
 
-def test_calibrate_prints_its_runs_to_stderr_only_if_it_takes_long(
-    monkeypatch, capsys, caplog
-):
-    caplog.set_level("WARNING", "mlx_gradscale")
+def test_calibrate_prints_its_runs_only_if_it_takes_long(monkeypatch, capsys):
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     for delay, is_shown in ((1e9, False), (0.0, True)):
         monkeypatch.setattr(progress, "_DELAY", delay)
@@ -70,10 +67,11 @@ def test_calibrate_raises_if_a_batch_overflows_at_every_scale():
     assert scaler.get_scale() == 8.0
 
 
-def test_calibrated_scale_respects_the_limits_of_the_scaler():
+def test_calibrated_scale_is_within_the_limits_of_the_scaler_and_one_if_disabled():
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     scaler = GradScaler(8.0, max_scale=16.0)
     assert calibrate(scaler, model, mse(model), *data) == scaler.get_scale() == 16.0
+    assert calibrate(GradScaler(enabled=False), None, None) == 1.0
 
 
 def test_calibrate_casts_like_value_and_grad():
@@ -88,7 +86,3 @@ def test_calibrate_casts_like_value_and_grad():
     with pytest.raises(ValueError, match="loss on this batch is nan"):
         calibrate(scaler, model, loss_fn, x, y, **options)
     assert calibrate(scaler, model, loss_fn, x, y, cast_inputs=False, **options)
-
-
-def test_calibrating_a_disabled_scaler_returns_one():
-    assert calibrate(GradScaler(enabled=False), None, None) == 1.0

@@ -10,12 +10,6 @@ from mlx_gradscale import GradScaler
 from mlx_gradscale.diagnostics import LossScaleCallback
 
 
-def test_callback_reports_a_disabled_scaler_with_a_scale_of_one(capsys):
-    callback = LossScaleCallback(GradScaler(enabled=False))
-    callback.on_train_loss_report({"iteration": 1})
-    assert capsys.readouterr().out == "Iter 1: scale 2^0, skipped 0\n"
-
-
 def test_callback_adds_to_the_report_and_passes_it_on(capsys):
     scaler, optimizer = GradScaler(init_scale=2.0**20), optim.SGD(0.1)
     for _ in range(3):

@@ -35,15 +35,13 @@ def test_every_half_precision_number_is_counted_in_its_bin(dtype):
     assert histogram.size == 2**16
 
 
-def test_float32_subnormals_are_counted_as_underflow():
+def test_float32_subnormals_underflow_and_values_that_round_to_inf_overflow():
     # From the bits: no arithmetic on the way may flush them.
     bits = np.array([1, 2, 3, 0x007FE000, 0x00800000, 0x80000001], np.uint32)
     histogram = gradient_histogram([mx.array(bits).view(mx.float32)])
     assert histogram.by_power() == {-127: 5, -126: 1}
     assert histogram.at(2.0**64).underflow == 1.0
-
-
-def test_values_that_round_up_to_infinity_overflow():
+    # At the other end, values that round up to infinity overflow.
     edge = [65504, 65519, 65519.99, 65520, 65535, 65536]
     assert gradient_histogram([mx.array(edge)]).at(1.0).overflow == 0.5
 

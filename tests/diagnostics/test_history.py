@@ -74,26 +74,17 @@ def test_history_does_not_sync_in_record_or_hide_an_error_in_its_block():
         mx.compile(partial(step, error=ZeroDivisionError()))(mx.array(1.0))
 
 
-def test_history_records_the_gradient_norm_of_the_optimizer():
+def test_history_records_norm_and_step_of_the_optimizer_and_a_disabled_scale(tmp_path):
     model = nn.Linear(3, 1)
     optimizer = LossScaleOptimizer(optim.SGD(0.1), max_grad_norm=1.0)
     loss_and_grad = optimizer.value_and_grad(model, lambda x: model(x).sum())
     optimizer.update(model, loss_and_grad(mx.array([[3.0, 0.0, 4.0]]))[1])
-    history = ScaleHistory()
-    history.record(optimizer)
-    assert history.records[0].grad_norm == pytest.approx(26**0.5)
-
-
-def test_history_step_may_be_an_array_and_a_disabled_scale_is_one(
-    tmp_path,
-):
-    optimizer = LossScaleOptimizer(optim.SGD(0.1))
-    optimizer.init({"w": mx.ones(2)})
     with ScaleHistory(tmp_path / "run.csv") as history:
-        history.record(optimizer, step=optimizer.step + 7)
+        history.record(optimizer, step=optimizer.step + 6)
         history.record(GradScaler(enabled=False))
     assert ScaleHistory.load(tmp_path / "run.csv").records == history.records
     assert [(r.step, r.scale) for r in history.records] == [(7, 65536.0), (8, 1.0)]
+    assert history.records[0].grad_norm == pytest.approx(26**0.5)
 
 
 def write(history, records):

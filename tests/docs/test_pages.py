@@ -3,7 +3,6 @@
 import re
 import runpy
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 from support import pages
@@ -30,11 +29,9 @@ def test_code_blocks_of_page_run_in_order(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_links_and_dotted_names_of_page_resolve(path):
+def test_links_of_page_resolve(path):
     assert pages.dead_links(path) == []
     assert pages.dead_anchors(path) == []
-    for name in pages.names(path):
-        resolve_name(name)
 
 
 def test_site_copies_every_picture_and_links_to_its_repository(monkeypatch):

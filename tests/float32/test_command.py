@@ -86,8 +86,12 @@ def test_float16_command_rejects_bad_argument(run, tmp_path, capsys, name, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys):
-    factors = {"model.norm.weight": float("nan")}
+@pytest.mark.parametrize("factor", [float("nan"), 1e30])
+def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys, factor):
+    factors = {"model.norm.weight": mx.array(factor)}
     assert run(factors, "-o", str(tmp_path / "layers.json"))[0] == 1
-    assert "contain NaN or inf in model.norm.weight" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "contain NaN or inf in model.norm.weight" in said
+    # A finite weight that overflows in the cast is no reason to restore a checkpoint.
+    assert ("If a cast to float16 made them inf, train in" in said) == (factor == 1e30)
     assert not list(tmp_path.iterdir())

@@ -135,39 +135,6 @@ def test_transformers_trainer_resumes_from_a_converted_checkpoint(tmp_path):
     assert_near(found, losses[15:])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_sharded_transformers_weights_survive_a_round_trip(name, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
-    config = transformers.LlamaConfig(
-        **sizes, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=8
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "there", max_shard_size="8KB")
-    shards = sorted((tmp_path / "there").glob("model-*.safetensors"))
-    assert len(shards) > 1
-    if name == "pytorch_model.bin":  # as older versions wrote them
-        import safetensors.torch
-
-        index = tmp_path / "there" / "model.safetensors.index.json"
-        text = index.read_text().replace("model-", "pytorch_model-")
-        text = text.replace(".safetensors", ".bin")
-        (tmp_path / "there" / f"{name}.index.json").write_text(text)
-        for path in (index, *shards):
-            if path in shards:
-                target = f"pytorch_{path.with_suffix('.bin').name}"
-                torch.save(safetensors.torch.load_file(path), path.parent / target)
-            path.unlink()
-    convert(tmp_path / "there", tmp_path / "run", "--model", tmp_path / "there")
-    convert(tmp_path / "back", tmp_path / "run")
-    assert (tmp_path / "back" / name).exists()  # one file, without an index
-    assert not list((tmp_path / "back").glob("*-of-*"))
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back")
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(found.state_dict()[key], tensor)
-
-
 def test_lion_pytorch_run_resumes_in_mlx_and_then_in_pytorch(tmp_path):
     lion = pytest.importorskip("lion_pytorch", reason="needs lion-pytorch")
     net = torch_net()

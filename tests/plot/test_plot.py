@@ -17,19 +17,18 @@ from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
 
 matplotlib = pytest.importorskip("matplotlib")
 
-CSV = """step,scale,applied,grad_norm,loss
-1,65536.0,1,1.0,4.0
-2,32768.0,0,nan,inf
-3,16384.0,0,,2.0
-4,16384.0,1,0.5,1.0
-"""
+ROWS = "1,65536.0,1,1.0,4.0", "2,32768.0,0,nan,inf", "3,16384.0,0,,2.0"
+
+
+def write_history(folder, rows):
+    path = folder / "run.csv"
+    path.write_text("\n".join(["step,scale,applied,grad_norm,loss", *rows, ""]))
+    return path
 
 
 @pytest.fixture
 def run(tmp_path):
-    path = tmp_path / "run.csv"
-    path.write_text(CSV)
-    return path
+    return write_history(tmp_path, [*ROWS, "4,16384.0,1,0.5,1.0"])
 
 
 def texts(figure):
@@ -55,11 +54,9 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
 
 
 def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
-    path = tmp_path / "run.csv"
     losses = [math.nan if 300 <= i < 400 else 5.0 + (-1) ** i for i in range(1000)]
-    rows = [f"{i},65536.0,1,,{loss}\n" for i, loss in enumerate(losses)]
-    path.write_text("step,scale,applied,grad_norm,loss\n" + "".join(rows))
-    axes = plot_history(path).axes[0]
+    rows = [f"{i},65536.0,1,,{loss}" for i, loss in enumerate(losses)]
+    axes = plot_history(write_history(tmp_path, rows)).axes[0]
     raw, mean = axes.get_lines()
     assert (raw.get_alpha(), mean.get_alpha()) == (0.35, None)
     values = mean.get_ydata()
@@ -69,16 +66,8 @@ def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
     assert (span.get_x(), span.get_width()) == (299.5, 100.0)
 
 
-def test_history_plot_omits_panels_without_data(tmp_path):
-    path = tmp_path / "run.csv"
-    path.write_text("step,scale,applied,grad_norm,loss\n1,2.0,1,,\n")
-    assert [axes.get_ylabel() for axes in plot_history(path).axes] == ["loss scale"]
-
-
 def test_constant_scale_has_one_tick_per_power(tmp_path):
-    path = tmp_path / "run.csv"
-    rows = [f"{i},65536.0,1,,1.0\n" for i in range(9)]
-    path.write_text("step,scale,applied,grad_norm,loss\n" + "".join(rows))
+    path = write_history(tmp_path, [f"{i},65536.0,1,,1.0" for i in range(9)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure = plot_history(path, tmp_path / "run.png")
@@ -101,13 +90,9 @@ def test_gradient_plot_bars_show_shares_without_and_with_scaling():
         assert [bar.get_height() for bar in bars] == pytest.approx([100 / 3] * 3)
     assert {"underflow\n66.67%", "normal\n100.00%"} <= set(texts(figure))
     assert "with loss scale $2^{16}$" in texts(figure)
-
-
-def test_gradient_plot_reports_shares_that_cannot_be_drawn():
     histogram = gradient_histogram({"w": mx.array([0.0, float("inf"), 1.0, 1.0])})
-    assert "not drawn: 25.00% zero, 25.00% inf or NaN" in texts(
-        plot_gradients(histogram)
-    )
+    text = "not drawn: 25.00% zero, 25.00% inf or NaN"
+    assert text in texts(plot_gradients(histogram))
 
 
 def search(layers=5, where=("layers.1 to layers.2",), **changed):
@@ -117,7 +102,7 @@ def search(layers=5, where=("layers.1 to layers.2",), **changed):
     return Float32Search(list(where), {}, rows)
 
 
-def test_headroom_plot_shows_the_limit_and_the_float32_layers():
+def test_headroom_plot_shows_the_limit_float32_layers_and_overflows_inside():
     text = "0 of 5 layers overflow in float16; 100.0% of parameters stay in float16"
     assert text in texts(plot_headroom(search(largest=4e4)))
     figure = plot_headroom(search(largest=1e5))
@@ -129,21 +114,14 @@ def test_headroom_plot_shows_the_limit_and_the_float32_layers():
     assert list(line.get_xdata()) == [0, 1, 2, 3, 4]
     assert [2**y for y in line.get_ydata()] == pytest.approx([2, 1e5, 2, 2, 2])
     assert axes.get_ylim()[1] > 17
-
-
-def test_headroom_plot_marks_layers_that_overflow_inside():
-    figure = plot_headroom(search(largest=3.0, is_selected=True))
-    assert any(x.startswith("1 of 5 layers overflow in") for x in texts(figure))
-    mark = {x.get_label(): x for x in figure.axes[0].lines}["overflows inside"]
-    assert list(mark.get_xdata()) == [1]
-    assert mark.get_ydata()[0] > 16
-
-
-def test_headroom_plot_of_a_bfloat16_model_shows_the_limit_of_bfloat16():
     rows = [Row("layers.0", 1e5, False, float(mx.finfo(mx.bfloat16).max))]
     figure = plot_headroom(Float32Search([], rows=rows))
     assert {"0 of 1 layers overflow in bfloat16", "3.3895e+38"} <= {*texts(figure)}
     assert figure.axes[0].get_ylim()[1] > 128
+    figure = plot_headroom(search(largest=3.0, overflows_inside=True))
+    assert any(x.startswith("1 of 5 layers overflow in") for x in texts(figure))
+    mark = {x.get_label(): x for x in figure.axes[0].lines}["overflows inside"]
+    assert (list(mark.get_xdata()), mark.get_ydata()[0] > 16) == ([1], True)
 
 
 def test_headroom_plot_of_300_layers_labels_the_worst_and_counts_the_others():
@@ -174,11 +152,7 @@ def test_plots_are_saved_without_changing_matplotlib_settings(
     plot_history(run, folder / f"history{suffix}", dark=dark)
     plot_gradients(gradients(), folder / f"gradients{suffix}", dark=dark)
     plot_headroom(search(largest=1e5), folder / f"headroom{suffix}", dark=dark)
-    assert sorted(p.stem for p in folder.iterdir()) == [
-        "gradients",
-        "headroom",
-        "history",
-    ]
+    assert {p.stem for p in folder.iterdir()} == {"gradients", "headroom", "history"}
     assert all(path.stat().st_size > 1000 for path in folder.iterdir())
     assert dict(matplotlib.rcParams) == before
 

@@ -1,17 +1,10 @@
-"""Small runs of every kind, to save, restore and compare bit for bit.
-
-As a program: python checkpoint_runs.py KIND FOLDER FIRST LAST restores a fresh run
-and prints the results of its next steps.
-"""
-
-import json
-import sys
+"""Small runs of every kind, to save, restore and compare bit for bit."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, restore_checkpoint
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 from support.distributed_parts import fingerprint
 from support.helpers import Traced, batch, multi
 
@@ -104,6 +97,7 @@ KINDS = {
     # MLX's own fails where a list has a frozen layer in it.
     "MultiOptimizer": lambda: Run(multi(), model=unfrozen()),
     "GradScaler": lambda: Run(optim.AdamW(1e-2), scaler()),
+    "GradScaler, float16": lambda: Run(optim.AdamW(1e-2), scaler(), mx.float16),
     "LossScaleOptimizer": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=1.0),
     "LossScaleOptimizer of several": lambda: half(multi()),
     "remainders": lambda: half(optim.AdamW(1e-2), masters="remainder"),
@@ -113,14 +107,3 @@ KINDS = {
         optim.AdamW(1e-2), norm=False, masters="remainder"
     ),
 }
-
-
-def main(kind, folder, start, stop):
-    mx.random.seed(7)  # of its own: all that counts is in the folder
-    run = KINDS[kind]()
-    extra = restore_checkpoint(folder, *run.parts)
-    print(json.dumps([extra, *run.train(int(start), int(stop))]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -221,6 +221,13 @@ def shapes_of_checkpoints():
             "MixedPrecision": scaler,
             "hparams": {"lr": 0.1},
         },
+        "mmengine": {
+            "state_dict": model,
+            "optimizer": {**optimizer, "loss_scaler": scaler},
+            "meta": {"epoch": 3},
+        },
+        # tensors at the top level
+        "torchtitan": {**model, "opt": optimizer, "amp": scaler, "train": {"n": 1}},
     }
 
 

@@ -110,11 +110,6 @@ def check_other_command(words: list[str]) -> None:
             assert (ROOT / word).exists(), words
 
 
-def names(path: Path) -> set[str]:
-    """Return the dotted names of this package that a page writes as code."""
-    return set(re.findall(r"`(mlx_gradscale(?:\.\w+)+)`", path.read_text()))
-
-
 def dead_links(path: Path) -> list[str]:
     """Return the relative links and pictures of a page that lead nowhere."""
     text = FENCE.sub("", path.read_text())

@@ -18,7 +18,6 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import Placeholder, plain_value
 from tests.support.torch_files import (
-    GOLDEN,
     name,
     pickled,
     records,
@@ -182,22 +181,6 @@ def test_objects_that_refer_to_themselves_survive_a_round_trip():
     found = read_by_torch(back)
     assert found[0].many[1]["x"] is found[0]
     assert found[0].outer is found
-
-
-def test_golden_file_with_foreign_objects_loads_without_pytorch():
-    found = torch_checkpoint.load(GOLDEN / "foreign.pt")
-    assert found["same"] is found["args"]
-    assert plain_value(found["args"])["lr"] == 0.1
-    assert plain_value(found["best"]) == 0.75
-    assert str(found["status"]) == "http.HTTPStatus(200)"
-    assert found["state"]["w"]["step"].tolist() == [1.0]
-    assert str(found["state"].factory) == "builtins.dict"
-    assert plain_value(torch_checkpoint.load(GOLDEN / "foreign_numpy.pt")["x"]) == 1.0
-    module = torch_checkpoint.load(GOLDEN / "foreign_module.pt")
-    assert module.path == "torch.nn.modules.linear.Linear"
-    again = save_bytes(found)
-    pickle_of = records((GOLDEN / "foreign.pt").read_bytes())["data.pkl"]
-    assert records(again)["data.pkl"] == pickle_of
 
 
 def test_loading_foreign_objects_imports_no_module():

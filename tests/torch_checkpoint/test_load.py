@@ -172,15 +172,6 @@ def test_pipes_devices_and_folders_are_refused(tmp_path):
                 read(path)
 
 
-def test_distributed_folder_error_names_the_pytorch_command(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "run", no_dist=True)
-    with pytest.raises(CheckpointError, match=r"dcp_to_torch .*run FILE"):
-        torch_checkpoint.load(tmp_path / "run")
-
-
 @pytest.mark.parametrize("numel", [100, 2**20 + 3])  # one piece, and several
 def test_every_flipped_bit_is_an_error(numel):
     data = torch_bytes({"weight": torch.ones(numel)})

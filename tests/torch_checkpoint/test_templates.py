@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape, TorchTensor
+from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape
 from tests.support.torch_files import records, save_bytes, torch_bytes
 
 torch = pytest.importorskip("torch")
@@ -105,13 +105,3 @@ def test_template_may_contain_tensors_too():
     assert found["rng"].tolist() == [0, 1, 2]
     with pytest.raises(Exception, match="TensorShape"):
         torch.load(io.BytesIO(save_bytes(obj)), weights_only=True)
-
-
-def test_template_leaf_passes_its_flags_to_the_array_that_fills_it():
-    array = mx.ones(2)
-    assert TensorShape((2,), "float32").fill(array) is array
-    parameter = TensorShape((2,), "float32", True, True).fill(array)
-    assert type(parameter) is TorchTensor
-    assert TensorShape.of(parameter) == TensorShape((2,), "float32", True, True)
-    assert type(parameter + 1) is mx.array
-    assert TensorShape.of(mx.zeros((), mx.bool_)) == TensorShape((), "bool")

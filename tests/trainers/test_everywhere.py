@@ -17,24 +17,12 @@ from support.helpers import INF, Mlp, batch, bits, each_mode, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 
-NAMES = [
-    (mx, "compile"),
-    (mx, "grad"),
-    (mx, "value_and_grad"),
-    (nn, "value_and_grad"),
-    (nn.utils, "value_and_grad"),
-    (mx.fast, "scaled_dot_product_attention"),
-    (optim.Optimizer, "update"),
-    (optim.Optimizer, "apply_gradients"),
-    (optim.MultiOptimizer, "apply_gradients"),
-    (optim.Optimizer, "__new__"),
-    (optim.Optimizer, "__init__"),
-]
-PLAIN = [getattr(owner, name) for owner, name in NAMES]
+OWNERS = (mx, mx.fast, nn, nn.utils, optim.Optimizer, optim.MultiOptimizer)
+PLAIN = [dict(vars(owner)) for owner in OWNERS]
 
 
 def is_as_before():
-    return [getattr(owner, name) for owner, name in NAMES] == PLAIN
+    return [dict(vars(owner)) for owner in OWNERS] == PLAIN
 
 
 def train(
@@ -180,7 +168,8 @@ def test_optimizer_that_overrides_its_step_steps_once(is_update):
             model.update(optimizer.apply_gradients(gradients, model))
         return model.weight.tolist()
 
-    warns = pytest.warns(UserWarning, match="Only the steps of this trainer")
+    remedy = r"\(\), import value_and_grad and create the gradient function.$"
+    warns = pytest.warns(UserWarning, match=f"Only the steps of this trainer.*{remedy}")
     with warns, everywhere() as here:
         found = step()
     assert found == step() == [[-0.5, -0.5]]
@@ -292,7 +281,7 @@ def test_auto_says_how_to_search_again_if_later_steps_are_skipped():
         for i in range(15):
             inputs = *batch(i, dtype=mx.float16), mx.array(1.0 if i < 3 else INF)
             optimizer.update(model, gradient(*inputs)[1])
-    assert here.report()[0] == "All layers compute in half precision."
+    assert here.report()[0] == "Every layer can compute in half precision."
     assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
     with (
         pytest.raises(ValueError, match="does not help"),
@@ -341,23 +330,3 @@ def test_training_loop_in_a_worker_thread_is_scaled():
         worker.join()
         assert here.report()[1] == "AdamW: 6 steps applied, 0 skipped"
     assert found[0] == pytest.approx(train(mx.float32)[0], rel=0.02)
-
-
-def test_everywhere_does_not_change_the_random_state_of_the_trainer():
-    def draw():
-        mx.random.seed(5)
-        train(steps=1)
-        return mx.random.normal((3,)).tolist()
-
-    with everywhere():
-        inside = draw()
-    assert inside == draw()
-
-
-def test_gradient_function_created_before_the_block_warns_at_the_end():
-    model, optimizer = Mlp(dtype=mx.float16), optim.SGD(0.1)
-    loss_and_grad = nn.value_and_grad(model, mse(model))
-    remedy = r"\(\), import value_and_grad and create the gradient function.$"
-    warns = pytest.warns(UserWarning, match=f"Only the steps of this trainer.*{remedy}")
-    with warns, everywhere():
-        optimizer.update(model, loss_and_grad(*batch(dtype=mx.float16))[1])

@@ -75,20 +75,13 @@ def loop(model, step, dtype, steps=30):
 
 
 @host("SGD: 30 steps applied, 0 skipped", modes=[True])
-def step_compiled_over_the_model_alone(dtype, _):
-    model = Mlp(dtype=dtype)
-    evaluate = mx.compile(mse(model), inputs=model.state)
-    step = make_step(model, optim.SGD(0.02))
-    loop(model, compile_over(model.state, step), dtype)
-    return evaluate(*batch(99, dtype=dtype)).item()
-
-
-@host("SGD: 30 steps applied, 0 skipped", modes=[True])
-def step_compiled_over_a_state_that_is_filled_later(dtype, _):
+def step_compiled_over_a_state_of_the_model_alone_that_is_filled_later(dtype, _):
     model, state = Mlp(dtype=dtype), {}
+    evaluate = mx.compile(mse(model), inputs=model.state)
     step = compile_over(state, make_step(model, optim.SGD(0.02)))
     state["model"] = model.state
-    return loop(model, step, dtype)
+    loop(model, step, dtype)
+    return evaluate(*batch(99, dtype=dtype)).item()
 
 
 @host("AdamW: 30 steps applied, 0 skipped")
@@ -114,27 +107,14 @@ def two_optimizers_on_one_model(dtype, compiled):
                 for layer in grads["layers"]
             ]
             optimizer.update(model, {"layers": chosen})
+        # For embeddings, which this model does not have.
+        optim.SGD(0.1).update(model, {"layers": [{}, {}]})
         return loss
 
     state = [model.state, muon.state, adam.state]
     loss = loop(model, compile_over(state, step, compiled), dtype)
     assert "bias" not in muon.state["layers"][0]
     return loss
-
-
-@host("Adam: 30 steps applied, 0 skipped", modes=[False])
-def second_optimizer_without_gradients(dtype, _):
-    model, adam, muon = Mlp(dtype=dtype), optim.Adam(1e-2), optim.Muon(1e-2)
-    loss_and_grad = nn.value_and_grad(model, mse(model))
-
-    def step(x, y):
-        loss, grads = loss_and_grad(x, y)
-        adam.update(model, grads)
-        # For the embeddings, which this model does not have.
-        muon.update(model, {"layers": [{}, {}]})
-        return loss
-
-    return loop(model, step, dtype)
 
 
 @host("MultiOptimizer: 30 steps applied, 0 skipped")
@@ -175,8 +155,8 @@ def second_phase_with_a_new_optimizer(dtype, compiled):
     return loss
 
 
-@host("AdamW: 30 steps applied, 0 skipped", modes=[False])
-def state_dropped_and_set_again_between_phases(dtype, _):
+@host("AdamW: 25 steps applied, 0 skipped", modes=[False])
+def state_dropped_and_set_again_and_then_started_anew(dtype, _):
     model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
     step = make_step(model, optimizer)
     for empty in ({}, []):
@@ -184,14 +164,6 @@ def state_dropped_and_set_again_between_phases(dtype, _):
         saved, optimizer.state = optimizer.state, empty
         mse(model)(*batch(0, dtype=dtype))  # a preview, in the memory that is free now
         optimizer.state = saved
-    return loop(model, step, dtype, 10)
-
-
-@host("AdamW: 15 steps applied, 0 skipped", modes=[False])
-def empty_state_that_starts_the_optimizer_anew(dtype, _):
-    model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
-    step = make_step(model, optimizer)
-    loop(model, step, dtype, 10)
     rate = optimizer.learning_rate
     optimizer.state = {"step": mx.array(0, mx.uint64), "learning_rate": rate}
     loss = loop(model, step, dtype, 5)
@@ -360,12 +332,17 @@ def test_trainer_that_skips_non_finite_steps_itself_still_trains(guard):
     assert here.scalers[0].skipped_steps.item() >= 10
 
 
-def test_finding_the_scale_skips_no_step_so_grpo_does_not_abort():
+def test_scale_found_skips_no_step_even_if_later_gradients_are_32_times_as_large():
     def train(dtype):
-        model = Mlp(dtype=dtype)
-        gradient = nn.value_and_grad(model, lambda x, y: 1e3 * mse(model)(x, y))
+        model, sizes = Mlp(dtype=dtype), [1e3, 32e3, *[1e3] * 8]
+        gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
+
+        def loss_and_grad(x, y):
+            # Not in the loss function, which runs several times to find the scale.
+            return gradient(x, y, sizes.pop(0))
+
         # As mlx-lm-lora's GRPO, it raises at the first overflow.
-        return loop(model, make_step(model, Host("raise"), gradient), dtype, 10)
+        return loop(model, make_step(model, Host("raise"), loss_and_grad), dtype, 10)
 
     scale, *rest = follows_float32(train)
     assert scale.endswith("0 of 10 gradients overflowed")
@@ -374,20 +351,6 @@ def test_finding_the_scale_skips_no_step_so_grpo_does_not_abort():
     # exception, everywhere() does not warn.
     with pytest.raises(ArithmeticError), everywhere(init_scale=65536.0):
         train(mx.float16)
-
-
-def test_no_step_is_skipped_if_later_gradients_are_32_times_as_large():
-    def train(dtype):
-        model, sizes = Mlp(dtype=dtype), [1e3, 32e3, 1e3]
-        gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
-        # Outside the gradient function, because finding the scale calls it repeatedly.
-        step = make_step(
-            model, Host("raise"), lambda x, y: gradient(x, y, sizes.pop(0))
-        )
-        return loop(model, step, dtype, 3) / 1e3
-
-    _, line = follows_float32(train)
-    assert line == "AdamW: 3 steps applied, 0 skipped"
 
 
 @each_mode
@@ -402,11 +365,10 @@ def test_run_that_skips_every_step_warns_during_training_and_at_the_end(compiled
             step(*batch(i, dtype=mx.float16))
             mx.eval(state)
     assert here.report()[1] == "AdamW: 0 steps applied, 120 skipped"
-    first, *others, last = (str(each.message) for each in warned)
+    first, skips, last = (str(each.message) for each in warned)
     assert first.startswith("The loss or the gradients of the first batch are non-fin")
-    assert len([text for text in others if "steps in a row" in text]) == len(others) > 0
-    # One for the model's scaler, and one for the optimizer's.
-    assert len(others) <= 2
+    # Once, although the model and the optimizer have a scaler each.
+    assert "At least 50 steps in a row" in skips
     assert "not trained: AdamW skipped 120 of 120 steps because" in last
     assert first.endswith('pass float32_layers="auto".')
     assert last.endswith('pass float32_layers="auto".')

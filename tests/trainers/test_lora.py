@@ -222,7 +222,6 @@ def test_lora_run_resumes_only_with_compatible_flags(place, tmp_path, capsys):
     assert slower[3][1] > same[3][1]
     for flags, sentence in (
         (("--batch-size", "4"), "but this one has batch_size=4"),
-        (("--loss-scale", "128"), "but this one has loss_scale=128.0"),
         (("--loss-scale", "off"), "but this one has loss_scale=1.0"),
     ):
         code, said = run("refused", "--iters", "4", "--resume", *flags)
@@ -254,12 +253,6 @@ def test_unknown_lora_flag_is_a_usage_error(capsys):
         main(["--los-scale", "8"])
     assert exit_.value.code == 2
     assert "unrecognized arguments: --los-scale 8" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    said = capsys.readouterr().out
-    assert "--loss-scale dynamic|NUMBER|off" in said
-    assert "--resume-adapter-file" in said
-    assert "Tested with mlx-lm 0.32.2" in said
 
 
 @pytest.mark.parametrize(
@@ -340,16 +333,13 @@ def test_incompatible_mlx_lm_is_an_error_that_says_what_to_install(
         patch.delattr(mlx_lm.lora, "build_parser")
         assert main(given) == 1
     said = capsys.readouterr().err
+    assert said.startswith("error: mlx-lm is missing or incompatible (")
     assert "tested with: pip install mlx-lm==0.32.2" in said
     assert "'build_parser'" in said
     with monkeypatch.context() as patch:
         patch.setattr(mlx_lm.lora, "run", lambda args: None)
         assert main(given) == 1
     assert "is incompatible" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "mlx_lm.lora", None)
-        assert main(given) == 1
-    assert "mlx-lm is missing or incompatible" in capsys.readouterr().err
 
 
 def multiply_loss(monkeypatch, factor):

@@ -138,7 +138,7 @@ def test_float32_layers_flag_fixes_a_script_that_overflows(tmp_path, capsys):
         # Printed once, before the script has trained.
         assert len(found) == n_lines
         assert not found or found[1].startswith("  layers.1 to layers.2: Values reach")
-        assert not found or found[2].startswith("33.33% of the parameters compute in")
+        assert not found or found[2].startswith("Only 33.33% of the parameters could")
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,16 @@ DTYPES = {
     "uint64": np.array([0, 2**64 - 1], np.uint64),
 }
 
-VIEWS = {
-    "whole": _GRID,
-    "transposed": _GRID.T,
-    "column": _GRID[:, 1],
-    "steps": _GRID[::2, 1::2],
-    "tail": _GRID[1:],
+_VIEWS = {
+    "whole": lambda grid: grid,
+    "transposed": lambda grid: grid.T,
+    "column": lambda grid: grid[:, 1],
+    "steps": lambda grid: grid[::2, 1::2],
+    "tail": lambda grid: grid[1:],
+    "scalar": lambda grid: grid[2, 3],
+}
+VIEWS = {name: view(_GRID) for name, view in _VIEWS.items()} | {
     "expanded": np.broadcast_to(_GRID[0], (5, 4)),
-    "scalar": _GRID[2, 3],
     "empty": np.zeros((3, 0, 2), np.float32),
 }
 
@@ -76,40 +78,9 @@ def _tensors(torch):
         return torch.from_numpy(DTYPES[name].copy())
 
     grid = torch.from_numpy(_GRID.copy())
-    views = {
-        "whole": grid,
-        "transposed": grid.T,
-        "column": grid[:, 1],
-        "steps": grid[::2, 1::2],
-        "tail": grid[1:],
-        "expanded": grid[0].expand(5, 4),
-        "scalar": grid[2, 3],
-        "empty": torch.zeros(3, 0, 2),
-    }
+    views = {name: view(grid) for name, view in _VIEWS.items()}
+    views |= {"expanded": grid[0].expand(5, 4), "empty": torch.zeros(3, 0, 2)}
     return {"dtypes": {name: tensor(name) for name in DTYPES}, "views": views}
-
-
-def _training(torch):
-    """Three steps of Adam with a GradScaler, as people save them."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.randn(8, 3)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "parameters": list(model.parameters()),
-        "dtype": torch.float16,
-        "device": torch.device("cpu"),
-        "size": torch.Size([2, 3]),
-        "epoch": 3,
-    }
 
 
 def _torchscript(torch):
@@ -148,14 +119,12 @@ def _foreign(torch):
 def main() -> None:
     import torch
 
-    tensors, training = _tensors(torch), _training(torch)
-    everything = {**tensors, "plain": PLAIN}
+    everything = {**_tensors(torch), "plain": PLAIN}
     torch.save(everything, HERE / "zip.pt")
     torch.save(everything, HERE / "zip_protocol5.pt", pickle_protocol=5)
     old = {"_use_new_zipfile_serialization": False}
     torch.save(everything, HERE / "legacy.pt", **old)
     torch.save(everything, HERE / "legacy_protocol4.pt", pickle_protocol=4, **old)
-    torch.save(training, HERE / "training.pt")
     torch.save({"x": torch.ones(2, dtype=torch.float64)}, HERE / "float64.pt")
     torch.save({"x": np.float32(1)}, HERE / "foreign_numpy.pt")
     torch.save(torch.nn.Linear(1, 1), HERE / "foreign_module.pt")

@@ -1,4 +1,4 @@
-"""Whatever a message or a page tells the user to type exists after one import."""
+"""What a message or a page tells the user to type exists after one import."""
 
 import ast
 import json
@@ -11,17 +11,22 @@ ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"\bmlx_gradscale(?:\.[A-Za-z_]\w*)+")
 # The names of commands, not of Python objects.
 COMMANDS = {"mlx_gradscale.lora", "mlx_gradscale.git"}
+MODULES = {
+    *("convert", "diagnostics", "distributed", "ema", "float32", "formats"),
+    *("plot", "torch_checkpoint"),
+}
 
 RESOLVE = """
 import json, sys
 import mlx_gradscale
-missing = []
 for name in json.load(sys.stdin):
     try:
         eval(name)
     except AttributeError as error:
-        missing.append(f"{name}: {error}")
-print(*missing, sep="\\n")
+        print(f"{name}: {error}")
+for name in ("torch", "matplotlib", "tqdm", "mlx_lm"):
+    if name in sys.modules:
+        print(f"{name} was imported")
 """
 
 
@@ -33,13 +38,13 @@ def names_in_messages():
 
 
 def names_in_pages():
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         yield from NAME.findall(path.read_text())
 
 
-def test_every_dotted_name_in_a_message_or_page_exists_after_importing_the_package():
+def test_every_documented_name_exists_after_one_import_of_nothing_optional():
     names = {*names_in_messages(), *names_in_pages()} - COMMANDS
-    assert "mlx_gradscale.diagnostics.explain_overflow" in names
+    assert names >= {f"mlx_gradscale.{module}" for module in MODULES}
     ended = subprocess.run(
         [sys.executable, "-c", RESOLVE],
         input=json.dumps(sorted(names)),
@@ -47,5 +52,4 @@ def test_every_dotted_name_in_a_message_or_page_exists_after_importing_the_packa
         text=True,
         timeout=600,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert not ended.stdout.strip(), ended.stdout
+    assert (ended.stdout, ended.stderr) == ("", "")

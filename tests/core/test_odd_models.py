@@ -1,0 +1,122 @@
+"""Models and losses that change lists, share names with states, or call themselves."""
+
+import warnings
+from contextlib import nullcontext
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from support.helpers import bits
+
+from mlx_gradscale import GradScaler, GuardedOptimizer
+
+
+class Fifo(nn.Module):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.layer, self.fifo = nn.Linear(2, 1), [mx.zeros(2), mx.ones(2)]
+        self.fails = fails
+
+    def __call__(self, x):
+        self.fifo.pop()
+        if self.fails:
+            raise ValueError("the model's own error")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("way", ["value_and_grad", "scale_loss"])
+def test_forward_pass_may_shorten_a_list_and_errors_in_it_reach_the_user(way, fails):
+    model, scaler = Fifo(fails), GradScaler()
+    if way == "value_and_grad":
+        gradient = scaler.value_and_grad(model, lambda x: model(x).mean())
+    else:
+        gradient = mx.grad(scaler.scale_loss(lambda x: model(x).mean(), model))
+    with pytest.raises(ValueError, match="own error") if fails else nullcontext():
+        gradient(mx.ones((1, 2)))
+    assert len(model.fifo) == 1
+
+
+class States(nn.Module):
+    """Its parameters have the name that MultiOptimizer gives to its states."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = [nn.Linear(2, 2), nn.Linear(2, 2)]
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_parameters_named_states_are_stepped_saved_and_freed(moments):
+    model = States()
+    gradients = tree_map(mx.ones_like, model.trainable_parameters())
+    first, second = (
+        GuardedOptimizer(optim.Adam(1e-3), moments=moments) for _ in range(2)
+    )
+    first.update(model, gradients)
+    second.state = dict(tree_flatten(first.state))
+    assert bits(second.state) == bits(first.state)
+    second.state = {}
+    second.update(model, gradients)
+    assert second.step.item() == 2
+
+
+@pytest.mark.filterwarnings("ignore:The loss is float16")
+def test_gradient_function_called_in_its_own_loss_restores_the_classes():
+    model, inner = nn.Linear(2, 1), []
+
+    def loss_fn(x):
+        if not inner:
+            inner.append(True)
+            gradient(x)
+        return model(x).mean()
+
+    gradient = GradScaler().value_and_grad(model, loss_fn, mx.float16)
+    gradient(mx.ones((1, 2)))
+    assert type(model) is nn.Linear
+
+
+def test_master_weights_of_frozen_parameters_are_ignored():
+    model, optimizer = nn.Linear(2, 1), GuardedOptimizer(optim.SGD(0.1))
+    model.set_dtype(mx.float16)
+    model.freeze(keys=["bias"])
+    optimizer.init(model.trainable_parameters())
+    optimizer.set_masters(model.parameters(), model.parameters())
+    assert set(optimizer.state["masters"]) == {"weight"}
+
+
+def test_growth_tracker_does_not_wrap():
+    scaler = GradScaler(growth_interval=2**31 - 1)
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2**31 - 1})
+    scaler.scale(mx.array(1.0))
+    scaler.apply_gradients(optim.SGD(0.1), *[{"w": mx.ones(1)}] * 2)
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] >= 0
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
+def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
+    plain, weights = optim.Adam(0.1), {"w": mx.ones(2, mx.float16)}
+    plain.apply_gradients(weights, weights)
+    optimizer = GuardedOptimizer(optim.Adam(0.1))
+    if when == "after init":
+        optimizer.init(weights)
+        with pytest.warns(UserWarning, match="are float16 and are cast to float32"):
+            optimizer.state = plain.state
+    else:
+        optimizer.state = plain.state
+        optimizer.init(weights)
+    assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32
+
+
+def test_float16_loss_is_warned_about_only_if_the_scale_does_not_fit_float16():
+    for scale, n_warnings in ((2.0**16, 1), (512.0, 0)):
+        scaler, model = GradScaler(scale), nn.Linear(1, 1)
+        model.set_dtype(mx.float16)
+        gradient = scaler.value_and_grad(model, lambda x, m=model: m(x).sum())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gradient(mx.ones((1, 1), mx.float16))
+            gradient(mx.ones((1, 1), mx.float16))
+        assert len([w for w in caught if "loss is float16" in str(w)]) == n_warnings
