@@ -1,9 +1,9 @@
 """How much memory does a training step take, in bytes per parameter?
 
 The table shows AdamW between steps (model and optimizer state), at the peak of a
-compiled step, and at the peak of the update alone. The step includes the forward and
-backward pass of layers that are large relative to the batch. The update starts from
-gradients that are in memory and are not counted.
+compiled step with 24 and with 192 layers, and at the peak of the update alone. The step
+includes the forward and backward pass of layers that are large relative to the batch.
+The update starts from gradients that are in memory and are not counted.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,13 @@ from . import steps
 from .harness import Rows, release_memory
 from .steps import CASES, Case, arrays_of
 
-# 8 M parameters. With more layers, MLX's CPU backend pauses to wait for its thread, and
-# the peaks are lower: with 192 layers, a float32 step adds 1.7 bytes with MLX alone and
-# 7.5 bytes with loss scaling.
+# 8 M parameters. With many layers, MLX's CPU backend pauses to wait for its thread, and
+# the peaks are lower.
 LAYERS, WIDTH = 24, 576
+MANY_LAYERS, NARROW = 192, 204
 BARE = "AdamW, float32, MLX alone"
 RUNS = {BARE: Case()} | {k: x for k, x in CASES.items() if k.startswith("AdamW")}
+RUNS["AdamW, float32, bfloat16 moments"] = Case(moments="bfloat16")
 
 
 def measure(quick: bool = False) -> Rows:
@@ -31,22 +32,26 @@ def measure(quick: bool = False) -> Rows:
     rows = []
     for name in RUNS:
         kept, whole = whole_step(name)
+        _, many = whole_step(name, NARROW, MANY_LAYERS)
         rows.append(
             {
                 "run": name,
                 "between steps": round(kept, 1),
                 "peak of a step": round(kept + whole, 1),
+                "192 layers": round(kept + many, 1),
                 "peak of the update": round(kept + update(name), 1),
             }
         )
     return rows
 
 
-def whole_step(name: str, width: int = WIDTH) -> tuple[float, float]:
+def whole_step(
+    name: str, width: int = WIDTH, n_layers: int = LAYERS
+) -> tuple[float, float]:
     """Return the bytes per parameter between steps, and the extra bytes at the peak."""
     release_memory()
     before = mx.get_active_memory()
-    run, model = _training(name, width)
+    run, model = _training(name, width, n_layers)
     n_parameters = sum(x.size for x in arrays_of(model.parameters()))
     kept, peak = _peak_of(run)
     return (kept - before) / n_parameters, peak / n_parameters
@@ -77,10 +82,12 @@ def _peak_of(run: Callable[[], None]) -> tuple[int, int]:
     return kept, peak
 
 
-def _training(name: str, width: int) -> tuple[Callable[[], None], nn.Module]:
+def _training(
+    name: str, width: int, n_layers: int
+) -> tuple[Callable[[], None], nn.Module]:
     mx.random.seed(0)
     case = RUNS[name]
-    layers = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+    layers = [nn.Linear(width, width, bias=False) for _ in range(n_layers)]
     model = nn.Sequential(*layers)
     model.set_dtype(case.dtype)
     x = mx.random.normal((2, width)).astype(case.compute_dtype or case.dtype)

@@ -165,6 +165,7 @@ MEMORY = {
     "AdamW, float16, remainders": (12, 12.25),
     "AdamW, float16, remainders, bfloat16 moments": (8, 8.25),
     "AdamW, float32 computed in float16": (12, 12.25),
+    "AdamW, float32, bfloat16 moments": (8, 8.5),
 }
 
 
