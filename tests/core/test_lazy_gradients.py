@@ -206,19 +206,15 @@ def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
     assert mx.allclose(found, expected, rtol=1e-6), (found, expected)
 
 
-VIEWS = {
-    "dlpack": lambda x: pytest.importorskip("torch").from_dlpack(x),
-    "numpy": np.asarray,
-    "memoryview": memoryview,
-}
+VIEWS = {"dlpack": lambda x: pytest.importorskip("torch").from_dlpack(x)}
+if sys.version_info >= (3, 12):
+    # Before, a class cannot notice a view of its buffer: see docs/skipped_steps.md.
+    VIEWS |= {"numpy": np.asarray, "memoryview": memoryview}
 
 
 @pytest.mark.parametrize("source", ["scaler", "wrapper"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_values_written_through_a_view_of_a_gradient_take_effect(view, source):
-    if view != "dlpack" and sys.version_info < (3, 12):
-        pytest.skip("before Python 3.12, a class cannot notice a view of its buffer")
-
     def change(g):
         VIEWS[view](g)[0, 0] = 7.0
         return g
