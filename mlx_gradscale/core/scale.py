@@ -81,7 +81,7 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     """
     scale, tracker = state["scale"], state["backoff_tracker"]
     has_budget = state["hysteresis"] > 1
-    good = mx.where(finite, mx.minimum(state["growth_tracker"], _MOST - 1) + 1, 0)
+    good = mx.where(finite, state["growth_tracker"] + 1, 0)
     bad = mx.where(finite, mx.where(has_budget, tracker, 0), tracker + 1)
     grow = good >= state["growth_interval"]
     allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
@@ -193,7 +193,8 @@ def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
     """Clamp the scales among loaded values, then check all values."""
     values = values | {name: _clamp_number(values[name]) for name in _SCALES}
     check(values)
-    return values
+    # One more finite step must not wrap the tracker.
+    return values | {"growth_tracker": min(values["growth_tracker"], _MOST - 1)}
 
 
 def _clamp_number(x: Any) -> Any:
