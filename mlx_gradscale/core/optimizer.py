@@ -375,6 +375,8 @@ class LossScaleOptimizer(Optimizer):
             name, _, own_path = path.partition(".")
             if name in self._masters.state:
                 self._masters.state[name][own_path] = x
+            elif name == "grad_norm":
+                self._state[name] = x
 
     def _take_loaded(self) -> dict[str, Any]:
         """Remove and return a state that was loaded before the parameters were known.
