@@ -93,15 +93,15 @@ class Entrance:
         outer = self._modules, self._entered, self.is_backward
         self._modules, self._entered, self.is_backward = modules, set(), False
         try:
-            self._set_classes(2)
+            self._set_classes(intercepted=True)
             yield
         finally:
-            self._set_classes(1)
+            self._set_classes(intercepted=False)
             self._modules, self._entered, self.is_backward = outer
 
-    def _set_classes(self, which: int) -> None:
-        for each in self._modules:
-            object.__setattr__(each[0], "__class__", each[which])
+    def _set_classes(self, intercepted: bool) -> None:
+        for module, own, subclass in self._modules:
+            object.__setattr__(module, "__class__", subclass if intercepted else own)
 
     def _make_subclass(self, cls: Any, module: nn.Module) -> Any:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class Entrance:
             if not self.is_backward:
                 self._entered.add(id(module))
             is_entered = id(module) in self._entered
-            self._set_classes(1)
+            self._set_classes(intercepted=False)
             try:
                 dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
                 if is_entered and self._casting.compute_dtype in dtypes:
@@ -118,13 +118,14 @@ class Entrance:
                     kwargs = dict(zip(kwargs, map(cast, kwargs.values()), strict=True))
                 return function(*args, **kwargs)
             finally:
-                self._set_classes(2)
+                self._set_classes(intercepted=True)
 
         body = {"__call__": call, "__module__": cls.__module__}
         bases = (cls,) if issubclass(cls, _Hidden) else (_Hidden, cls)
         try:
             # type.__new__ skips what a metaclass does with a new class.
             subclass: Any = type.__new__(type(cls), cls.__name__, bases, body)
+            # Find out now whether the class of such a module can be replaced.
             object.__setattr__(module, "__class__", subclass)
             object.__setattr__(module, "__class__", cls)
         except (AttributeError, TypeError) as error:

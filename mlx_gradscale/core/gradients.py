@@ -111,7 +111,8 @@ class Backward:
                 return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
             self._warn_about_loss(loss)
             self._places.update(places)
-            # A step replaces the scale, even by the same value.
+            # Count updates that bypass the scaler: the weights are new arrays, but the
+            # scale is still the same one. A step replaces it, even by the same value.
             weights = id(next(iter(places.values()))[2]) if places else 0
             is_changed = weights != last_weights
             updates = updates + is_changed if scale is last_scale else 0
@@ -174,11 +175,12 @@ class Backward:
         has_unscaled, self._has_unscaled = self._has_unscaled, None
         places, self._places = self._places, set()
         if has_unscaled is None:
-            return
+            return  # scale_loss() was not differentiated since the last step
         floating = [leaf for leaf in leaves if is_floating(leaf.gradient)]
         missed = [x for x in floating if (id(x.container), x.key) not in places]
         if has_unscaled and len(missed) == len(floating):
             return  # a parameter tree, or a model with gradients from elsewhere
+        # If nothing was unscaled at all, no place is a proof.
         for leaf in missed if has_unscaled else floating:
             is_lazy = isinstance(leaf.gradient, LazyGradient)
             if not is_lazy and read(mx.any(leaf.gradient)) is not False:

@@ -157,7 +157,7 @@ class LossScaleOptimizer(Optimizer):
                 if x.dtype in HALF:
                     self._masters.add(path, x)
             if loaded is not None:
-                self._write(loaded)
+                self._write_matching(loaded)
                 # A saved list ends at its last array.
                 initialize(self.optimizer, parameters, DTYPES[self._moments])
         except BaseException:
@@ -314,9 +314,9 @@ class LossScaleOptimizer(Optimizer):
         mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
         if self._initialized:
             kept = {} if is_own else self._flat(but=("optimizer.",))
-            self._write(kept | loaded)
+            self._write_matching(kept | loaded)
         else:
-            self._adopt(loaded)
+            self._write_unchecked(loaded)
             self._is_loaded = is_own
         if is_own:
             self.scaler._fill(fields)
@@ -338,7 +338,7 @@ class LossScaleOptimizer(Optimizer):
         but = (*but, *_NOT_LOADED)
         return {p: x for p, x in tree_flatten(self.state) if not p.startswith(but)}
 
-    def _write(self, loaded: dict[str, Any]) -> None:
+    def _write_matching(self, loaded: dict[str, Any]) -> None:
         """Write loaded values to the state, or raise if they do not match it."""
         places = slots(self.state)
         here = {".".join(map(str, path)): (box, key) for path, box, key in places}
@@ -354,13 +354,13 @@ class LossScaleOptimizer(Optimizer):
             )
         if added:
             # A third-party optimizer may add to its state during a step.
-            self._adopt(loaded)
+            self._write_unchecked(loaded)
             self._initialized = (
                 False  # init() completes lists that end in frozen layers
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
 
-    def _adopt(self, loaded: dict[str, Any]) -> None:
+    def _write_unchecked(self, loaded: dict[str, Any]) -> None:
         """Write loaded values to the state without comparing them with its arrays."""
         inner = tree_unflatten(list(loaded.items()))["optimizer"]
         there, here = map(_single_states, (inner, self.optimizer.state))

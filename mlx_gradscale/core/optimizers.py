@@ -185,8 +185,9 @@ def autocompiled(
     traced_for = fingerprint(optimizer, structure)
     if traced_for is None:
         return partial(make_run(), optimizer)
-    unknown = None, None, True, None
-    last, compiled, was_stable, _ = _compiled_steps.get(id(optimizer), unknown)
+    # Without an earlier step, expect that settings stay the same.
+    first = None, None, True, None
+    last, compiled, was_stable, _ = _compiled_steps.get(id(optimizer), first)
     is_stable = traced_for == last
     compiled = compiled if is_stable else None
     if compiled is None and (is_stable or was_stable):
