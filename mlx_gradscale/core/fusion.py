@@ -57,7 +57,8 @@ def select(
 
 def root_of(changed: dict[str, mx.array]) -> dict[str, mx.array]:
     """Return 0-d arrays, one of which is a common root: one kernel, not seven."""
-    *others, name = sorted(changed)  # gave the fewest kernels
+    # Of the orders tried, this one gives the fewest kernels.
+    *others, name = sorted(changed)
     either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
     return changed | {name: mx.where(either, changed[name], changed[name])}
 
@@ -118,7 +119,7 @@ def factors(factor: mx.array | None, has_one_moment: bool) -> Iterator[mx.array]
     if factor is None:
         return
     if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
-        yield from each_use(factor)  # for ever
+        yield from each_use(factor)  # never ends
     # GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An
     # update with one moment and a float32 factor has 11. With a float64 factor, Lion
     # takes 1.0 instead of 6.7 times as long as the bare optimizer. Each leaf gets its

@@ -140,11 +140,8 @@ def plan(
     bit-identical to the old ones. Nothing changes until the writes are committed,
     except that an eager step of a third-party optimizer changes its own state.
     """
-    optimizer, masters, norms = (
-        participant.optimizer,
-        participant.masters,
-        participant.norms,
-    )
+    optimizer, masters = participant.optimizer, participant.masters
+    norms = participant.norms
     writes: Writes = [] if norms is None else [(norms, "grad_norm", arrays.norm)]
     if not arrays.parameters:
         return {}, writes

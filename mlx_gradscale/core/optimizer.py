@@ -353,11 +353,10 @@ class LossScaleOptimizer(Optimizer):
                 f"have. {_SAME}"
             )
         if added:
-            # A third-party optimizer may add to its state during a step.
+            # A third-party optimizer may add to its state during a step. Then init()
+            # has to complete lists that end in frozen layers.
             self._write_unchecked(loaded)
-            self._initialized = (
-                False  # init() completes lists that end in frozen layers
-            )
+            self._initialized = False
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
 
     def _write_unchecked(self, loaded: dict[str, Any]) -> None:

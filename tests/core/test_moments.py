@@ -36,6 +36,9 @@ def test_remainders_take_twelve_bytes_per_parameter_and_eight_with_small_moments
         "float32/bfloat16": 10,
         "remainder/bfloat16": 8,
     }
+    plain, weights = optim.AdamW(1e-3), {"w": mx.ones((32, 32), dtype)}
+    plain.init(weights)
+    assert nbytes([weights, plain.state]) / 1024 == 6
 
 
 def test_bfloat16_moments_decay_where_rounding_to_the_nearest_would_freeze_them():
