@@ -8,28 +8,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_map_with_path
 
-from .finite import all_finite
 from .guard import Participant
 from .masters import HALF, Masters
-from .moments import DTYPES, cast_moments, check_moments
-from .optimizers import (
-    check_supported,
-    initialize,
-    is_builtin,
-    refuse_multi_optimizer,
-    single_optimizers,
-)
+from .moments import DTYPES, check_moments
+from .optimizers import check_supported, initialize, refuse_multi_optimizer
 from .ranks import Ranks, Sharded
-from .scale import FIELDS, TORCH_KEYS, clamp_and_check, read_field
 from .scaler import GradScaler
-from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot
-
-# The scaler loads its own fields, and loading a state does not change max_grad_norm.
-_NOT_LOADED = ("scaler.", "max_grad_norm")
-_CONSTANTS = (bool, int, float, str, type(None))
-_SAME = "Load a state that was saved with the same model, optimizer and masters=."
+from .state import LOADED, State, emptied, parse, replace, take, write
+from .trees import flatten, match, restore, snapshot
 
 
 class LossScaleOptimizer(Optimizer):
@@ -118,7 +106,7 @@ class LossScaleOptimizer(Optimizer):
     def _share_state(self, norms: dict[str, mx.array]) -> None:
         """Make the state from the dicts of the optimizer, scaler and master weights."""
         parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
-        self._state = _State(self.optimizer, parts | self._masters.state | norms)
+        self._state = State(self.optimizer, parts | self._masters.state | norms)
         self._scaler._users[id(self)] = self
 
     def value_and_grad(
@@ -151,13 +139,13 @@ class LossScaleOptimizer(Optimizer):
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
-            loaded = self._take_loaded() if self._is_loaded else None
+            loaded = take(self.state) if self._is_loaded else None
             initialize(self.optimizer, parameters, DTYPES[self._moments])
             for path, x in flatten(parameters):
                 if x.dtype in HALF:
                     self._masters.add(path, x)
             if loaded is not None:
-                self._write_matching(loaded)
+                replace(self.state, loaded, LOADED)
                 # A saved list ends at its last array.
                 initialize(self.optimizer, parameters, DTYPES[self._moments])
         except BaseException:
@@ -263,7 +251,7 @@ class LossScaleOptimizer(Optimizer):
             self._masters.set(path, master, weight)
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """The tree of arrays to save and to pass to ``mx.compile``.
 
         Assigning a saved state, or that of a plain optimizer, replaces the arrays in
@@ -280,115 +268,29 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if not state:
-            blank: dict[str, Any] = {name: {} for name in self._masters.state}
-            blank["optimizer"] = _without_moments(self.optimizer.state)
-            state = _State(self.optimizer, self._state | blank)
-        if isinstance(state, _State) and state.owner is self.optimizer:
+            state = emptied(self.state)
+        if isinstance(state, State) and state.owner is self.optimizer:
             self._attach(state)
+            return
+        loaded, fields = parse(state, self.scaler.state)
+        if self._initialized:
+            # init() has to complete what a third-party optimizer has added: a saved
+            # list ends at its last array.
+            parts = LOADED if fields else ("optimizer.",)
+            self._initialized = replace(self.state, loaded, parts)
         else:
-            self._load(dict(tree_flatten(state)))
+            write(self.state, loaded)
+            self._is_loaded = fields is not None
+        if fields:
+            self.scaler._fill(fields)
 
-    def _attach(self, state: "_State") -> None:
+    def _attach(self, state: State) -> None:
         """Use another state of this optimizer instead of the current one."""
         if state is not self._state:
             self._state = state
             self._masters.state = {name: state[name] for name in self._masters.state}
             self.optimizer.state = state["optimizer"]
             self._initialized = self._is_loaded = False  # init() keeps this state
-
-    def _load(self, loaded: dict[str, Any]) -> None:
-        """Load a flat state, except ``max_grad_norm``, or raise and change nothing."""
-        is_own = any(f"scaler.{name}" in loaded for name in FIELDS)
-        if is_own:
-            loaded.pop("max_grad_norm", None)
-            fields = self._take_fields(loaded)
-        else:  # a plain optimizer's
-            loaded = {f"optimizer.{path}": x for path, x in loaded.items()}
-        if not any(path.startswith("optimizer.") for path in loaded):
-            raise ValueError(f"The state has no arrays in 'optimizer'. {_SAME}")
-        for path, x in loaded.items():
-            # A third-party optimizer may keep Python values in its state.
-            if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):
-                _check_array(path, x)
-        # Evaluate now, while the file exists, and not inside a trace.
-        mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
-        if self._initialized:
-            kept = {} if is_own else self._flat(but=("optimizer.",))
-            self._write_matching(kept | loaded)
-        else:
-            self._write_unchecked(loaded)
-            self._is_loaded = is_own
-        if is_own:
-            self.scaler._fill(fields)
-
-    def _take_fields(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Remove the scaler's fields and return them, with defaults for later ones."""
-        fields = {}
-        for name, (_, default) in FIELDS.items():
-            x = loaded.pop(f"scaler.{name}", None)
-            if x is None and name not in TORCH_KEYS.values():
-                fields[name] = default
-            else:
-                _check_same(f"scaler.{name}", self.scaler.state[name], x)
-                fields[name] = read_field(name, x)
-        return clamp_and_check(fields)
-
-    def _flat(self, but: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return all entries that a load replaces, by path."""
-        but = (*but, *_NOT_LOADED)
-        return {p: x for p, x in tree_flatten(self.state) if not p.startswith(but)}
-
-    def _write_matching(self, loaded: dict[str, Any]) -> None:
-        """Write loaded values to the state, or raise if they do not match it."""
-        places = slots(self.state)
-        here = {".".join(map(str, path)): (box, key) for path, box, key in places}
-        here = {p: x for p, x in here.items() if not p.startswith(_NOT_LOADED)}
-        loaded = cast_moments(loaded, {p: box[key] for p, (box, key) in here.items()})
-        for path, (box, key) in here.items():
-            _check_same(path, box[key], loaded.get(path))
-        added = loaded.keys() - here.keys()
-        if is_builtin(self.optimizer) and added:
-            raise ValueError(
-                f"The state contains {min(added)!r}, which this optimizer does not "
-                f"have. {_SAME}"
-            )
-        if added:
-            # A third-party optimizer may add to its state during a step. Then init()
-            # has to complete lists that end in frozen layers.
-            self._write_unchecked(loaded)
-            self._initialized = False
-        commit((box, key, loaded[path]) for path, (box, key) in here.items())
-
-    def _write_unchecked(self, loaded: dict[str, Any]) -> None:
-        """Write loaded values to the state without comparing them with its arrays."""
-        inner = tree_unflatten(list(loaded.items()))["optimizer"]
-        there, here = map(_single_states, (inner, self.optimizer.state))
-        if len(there) != len(here):
-            raise ValueError(
-                f"The state has {len(there)} inner optimizers, but this optimizer has "
-                f"{len(here)}. {_SAME}"
-            )
-        for old, new in zip(here, there, strict=True):
-            old.update(new)
-        for path, x in loaded.items():
-            name, _, own_path = path.partition(".")
-            if name in self._masters.state:
-                self._masters.state[name][own_path] = x
-            elif name == "grad_norm":
-                self._state[name] = x
-
-    def _take_loaded(self) -> dict[str, Any]:
-        """Remove and return a state that was loaded before the parameters were known.
-
-        The values come from :attr:`state`, where ``mx.compile`` may have put tracers.
-        """
-        found = self._flat()
-        for box in self._masters.state.values():
-            box.clear()
-        for part in single_optimizers(self.optimizer):
-            for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
-                del part.state[key]
-        return found
 
     def __getstate__(self) -> dict[str, Any]:
         norms = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -439,67 +341,8 @@ class GuardedOptimizer(LossScaleOptimizer):
         super().__init__(optimizer, GradScaler(1.0, dynamic=False), **arguments)
 
 
-class _State(dict[str, Any]):
-    """A wrapper's state; keys that it lacks refer to the inner optimizer's state."""
-
-    def __init__(self, owner: Optimizer, entries: dict[str, Any]):
-        super().__init__(entries)
-        self.owner = owner
-
-    def __reduce__(self) -> Any:  # a copy is a plain dict
-        return dict, (dict(self),)
-
-    def __missing__(self, key: str) -> Any:
-        return next(single_optimizers(self.owner)).state[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self:
-            super().__setitem__(key, value)
-            return
-        for part in single_optimizers(self.owner):
-            old = part.state[key]
-            if isinstance(old, mx.array) and not isinstance(value, mx.array):
-                value = mx.array(value, old.dtype)
-            part.state[key] = value
-
-
-def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    if state.keys() == {"states"}:  # of a MultiOptimizer
-        return {"states": [_without_moments(part) for part in state["states"]]}
-    return {k: x for k, x in state.items() if not isinstance(x, CONTAINERS)}
-
-
-def _single_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    # A model's attribute may be named "states" too, but then there is also a "step".
-    if state.keys() != {"states"}:
-        return [state]
-    return [x for each in state["states"] for x in _single_states(each)]
-
-
 def _check_norm(value: Any) -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # The limit is a float32 array, where 1e-46 is zero.
     if not is_number or not value >= 2.0**-149:
         raise ValueError(f"max_grad_norm must be a positive number, got {value!r}.")
-
-
-def _check_same(path: str, here: mx.array, there: Any) -> None:
-    if not isinstance(there, mx.array):
-        raise ValueError(f"The state has no array {path!r}. {_SAME}")
-    # The saved bits may belong to a weight of the other half-precision dtype.
-    is_cast = here.dtype != there.dtype and not path.startswith("written.")
-    if here.shape != there.shape or is_cast:
-        raise ValueError(
-            f"{path!r} is {there.dtype} with shape {there.shape} in the state, but "
-            f"{here.dtype} with shape {here.shape} in this optimizer. {_SAME}"
-        )
-
-
-def _check_array(path: str, x: Any) -> None:
-    if not isinstance(x, mx.array):
-        raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
-    # The gradient norm of a skipped step is non-finite.
-    if path != "grad_norm" and not all_finite(x):
-        raise ValueError(
-            f"The state contains non-finite values in {path!r}. Load an earlier one."
-        )

@@ -19,7 +19,8 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
     *("notices", "trees", "scale", "fusion", "finite", "masters", "forward"),
-    *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "optimizer"),
+    *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "state"),
+    "optimizer",
 )
 # The only imports from outside the core. They are inside GradScaler.save and load.
 OUTSIDE = {
