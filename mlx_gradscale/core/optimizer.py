@@ -106,7 +106,8 @@ class LossScaleOptimizer(Optimizer):
     def _share_state(self, norms: dict[str, mx.array]) -> None:
         """Make the state from the dicts of the optimizer, scaler and master weights."""
         parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
-        self._state = State(self.optimizer, parts | self._masters.state | norms)
+        entries = parts | self._masters.state | norms
+        self._state: State = State(self.optimizer, entries)
         self._scaler._users[id(self)] = self
 
     def value_and_grad(
