@@ -17,9 +17,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from .forward import Casting, Entrance, is_opaque, preserve
 from .fusion import each_use
-from .masters import HALF, to_float32
-from .notices import SKIPS_TO_WARN, WarnOnce
-from .trees import Leaf, commit, flatten, is_floating, leaves, read, slots
+from .masters import to_float32
+from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
+from .trees import Leaf, commit, is_floating, leaves, read, slots
 
 # Methods that modify an array in place or expose its memory.
 _CHANGES_IN_PLACE = (
@@ -77,14 +77,14 @@ class Backward:
         """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
         is_cast = casting.compute_dtype is not None
         is_checked = is_cast or not is_enabled
-        updates, last_scale, last_weights = 0, None, 0
+        watch = UpdateWatch()
         entrance = Entrance(casting) if is_cast and casting.cast_inputs else None
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_checked, updates, last_scale, last_weights
+            nonlocal is_checked
             if not is_checked:
-                self._warn_about_dtypes(model, args)
+                check_dtypes(model, args, self.warn_once)
                 is_checked = True
             scale = self._state["scale"] if is_enabled else mx.array(1.0)
             own = model.trainable_parameters()
@@ -109,16 +109,10 @@ class Backward:
                 outputs = replace_loss(outputs, loss.astype(mx.float32))
             if not is_enabled:
                 return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
-            self._warn_about_loss(loss)
+            self._check_loss(loss)
             self._places.update(places)
-            # Count updates that bypass the scaler: the weights are new arrays, but the
-            # scale is still the same one. A step replaces it, even by the same value.
-            weights = id(next(iter(places.values()))[2]) if places else 0
-            is_changed = weights != last_weights
-            updates = updates + is_changed if scale is last_scale else 0
-            last_scale, last_weights = scale, weights
-            if updates == SKIPS_TO_WARN:
-                self._warn_about_updates()
+            weight_id = id(next(iter(places.values()))[2]) if places else 0
+            watch.look(scale, weight_id, self.warn_once)
             return outputs, unscale(gradients, 1.0 / scale)
 
         return value_and_grad_fn
@@ -156,7 +150,7 @@ class Backward:
                 commit(own)
                 outputs = loss_fn(*args, **kwargs)
             loss = loss_of(outputs)
-            self._warn_about_loss(loss)
+            self._check_loss(loss)
             outputs = replace_loss(outputs, loss.astype(mx.float32))
             # Scale the other outputs too, in case the caller adds them to the loss.
             scale_output = partial(_with_gradient, scale, scale_gradient)
@@ -193,7 +187,7 @@ class Backward:
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""
-        self._warn_about_loss(output)
+        self._check_loss(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
@@ -205,62 +199,13 @@ class Backward:
     def inverse_scale(self) -> mx.array:
         """Return 1 / scale; warn if no result of ``scale()`` was differentiated."""
         if not self._has_derivative:
-            self.warn_once(
-                "not differentiated",
-                "scale() was called, but its result was never differentiated, so these "
-                "gradients were not scaled, and unscaling makes them too small. Call "
-                "scale() in the differentiated function, or use value_and_grad().",
-            )
+            self.warn_once("not differentiated")
         return 1.0 / self._state["scale"]
 
-    def _warn_about_loss(self, loss: mx.array) -> None:
-        if self._has_seen_loss:
-            return
-        self._has_seen_loss = True  # so that the scale is read only once
-        scale = read(self._state["scale"]) if loss.dtype == mx.float16 else 0.0
-        if scale is None or scale > 65504:
-            self.warn_once(
-                "float16 loss",
-                "The loss is float16, so the backward pass overflows and steps are "
-                "skipped while the scale is above 65504. Compute the loss in float32, "
-                "for example from logits.astype(mx.float32).",
-            )
-
-    def _warn_about_updates(self) -> None:
-        self.warn_once(
-            "no step",
-            f"The weights changed {SKIPS_TO_WARN} times without a step of this scaler, "
-            "so a gradient that overflows writes NaN into them. Instead of update() of "
-            "the optimizer itself, call step() and update() of the GradScaler, or "
-            "update() of a LossScaleOptimizer.",
-        )
-
-    def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        half = [
-            path.rpartition(".")[0]
-            for path, x in flatten(model)
-            if path.endswith("running_var") and isinstance(x, mx.array)
-            if x.dtype == mx.float16
-        ]
-        if half:
-            self.warn_once(
-                "float16 statistics",
-                f"{type(model).__name__} has BatchNorm layers with float16 running "
-                "statistics, where a variance above 65504 is inf. To compute them in "
-                f"float32, call mlx_gradscale.float32_layers(model, {half}).",
-            )
-        given = next((x for x in args if isinstance(x, mx.array)), None)
-        if given is None or given.dtype != mx.float32:
-            return
-        floating = [x for x in leaves(model.parameters()) if is_floating(x)]
-        if floating and all(x.dtype in HALF for x in floating):
-            self.warn_once(
-                "float32 inputs",
-                f"{type(model).__name__} has {floating[0].dtype} parameters, but the "
-                "first array argument is float32, so MLX may compute in float32. Cast "
-                "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
-                "call mlx_gradscale.diagnostics.compute_dtypes().",
-            )
+    def _check_loss(self, loss: mx.array) -> None:
+        if not self._has_seen_loss:
+            self._has_seen_loss = True  # so that the scale is read only once
+            check_loss(loss, self._state["scale"], self.warn_once)
 
 
 def _with_gradient(

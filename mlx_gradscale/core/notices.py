@@ -1,16 +1,55 @@
-"""Show warnings at the user's own line, and warn about runs that do not train."""
+"""The warnings of a scaler: their texts, when to show them, and at which line."""
 
 import sys
 import warnings
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+
+from .masters import HALF
+from .trees import flatten, is_floating, leaves, read
 
 # Packages whose frames may come between the user's line and a warning.
 _BETWEEN = ("mlx_gradscale.", "mlx.", "functools.", "contextlib.")
 # A run that skips this many steps in a row is not training.
-SKIPS_TO_WARN = 50
+_MANY = 50
 # At this scale a gradient of 1e-3 is the smallest that float16 can represent.
 LOW_SCALE = 2.0**-14
+
+_TEXTS = {
+    "float16 loss": "The loss is float16, so the backward pass overflows and steps are "
+    "skipped while the scale is above 65504. Compute the loss in float32, for example "
+    "from logits.astype(mx.float32).",
+    "float16 statistics": "{model} has BatchNorm layers with float16 running "
+    "statistics, where a variance above 65504 is inf. To compute them in float32, call "
+    "mlx_gradscale.float32_layers(model, {layers}).",
+    "float32 inputs": "{model} has {dtype} parameters, but the first array argument is "
+    "float32, so MLX may compute in float32. Cast the inputs, or pass compute_dtype=. "
+    "To see the dtype of each layer, call mlx_gradscale.diagnostics.compute_dtypes().",
+    "not differentiated": "scale() was called, but its result was never "
+    "differentiated, so these gradients were not scaled, and unscaling makes them too "
+    "small. Call scale() in the differentiated function, or use value_and_grad().",
+    "other gradients": "These gradients do not come from this scaler, so small float16 "
+    "gradients may have underflowed. Get them from value_and_grad() or scale_loss(). "
+    "To train without loss scaling, use GuardedOptimizer.",
+    "no master weights": "Some parameters are float16 or bfloat16 and have no master "
+    "weights, so small updates are lost. Use LossScaleOptimizer, or keep the "
+    "parameters in float32 and pass compute_dtype= to value_and_grad().",
+    "no step": "The weights changed {many} times without a step of this scaler, so a "
+    "gradient that overflows writes NaN into them. Instead of update() of the "
+    "optimizer itself, call step() and update() of the GradScaler, or update() of a "
+    "LossScaleOptimizer.",
+    "skips": "At least {many} steps in a row were skipped because of non-finite "
+    "gradients, so the model is not training. To find the cause, call mlx_gradscale."
+    "diagnostics.explain_overflow(model, loss_fn, *batch), with compute_dtype= if you "
+    "train with it.",
+    "low scale": "At a loss scale of {scale:.2g}, gradients below {smallest:.1g} "
+    "underflow to zero in float16. If the loss itself is inf or NaN at times, a "
+    "smaller scale does not help: filter out batches with NaN, or call "
+    "explain_overflow() from mlx_gradscale.diagnostics. GradScaler(min_scale=1.0) "
+    "keeps the scale from falling this far, and scaler.update(65536.0) resets it.",
+}
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
@@ -22,16 +61,16 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 class WarnOnce:
-    """Warn once per key."""
+    """Show each of the texts above at most once."""
 
     def __init__(self) -> None:
-        self._warned: set[str] = set()
+        self._shown: set[str] = set()
 
-    def __call__(self, key: str, message: str) -> None:
-        """Warn at the user's line unless there was a warning with this key."""
-        if key not in self._warned:
-            self._warned.add(key)
-            warn_user(message)
+    def __call__(self, key: str, **values: Any) -> None:
+        """Warn at the user's line unless this warning has been shown."""
+        if key not in self._shown:
+            self._shown.add(key)
+            warn_user(_TEXTS[key].format(many=_MANY, **values))
 
 
 class SkipWatch:
@@ -48,7 +87,7 @@ class SkipWatch:
     def look(self, state: dict[str, mx.array], warn_once: WarnOnce) -> None:
         """Record the skip counter and, every 50 updates, check earlier values."""
         self._latest.append(state["consecutive_skips"])
-        if len(self._latest) < SKIPS_TO_WARN:
+        if len(self._latest) < _MANY:
             return
         earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
         self._latest = []
@@ -56,21 +95,53 @@ class SkipWatch:
             *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
         except (RuntimeError, ValueError):  # a tracer from mx.compile
             return
-        if max(counts) >= SKIPS_TO_WARN:
-            warn_once(
-                "skips",
-                f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
-                "non-finite gradients, so the model is not training. To find the "
-                "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
-                "loss_fn, *batch), with compute_dtype= if you train with it.",
-            )
+        if max(counts) >= _MANY:
+            warn_once("skips")
         elif scale < LOW_SCALE:
-            warn_once(
-                "low scale",
-                f"At a loss scale of {scale:.2g}, gradients below "
-                f"{2.0**-25 / scale:.1g} underflow to zero in float16. If the loss "
-                "itself is inf or NaN at times, a smaller scale does not help: filter "
-                "out batches with NaN, or call explain_overflow() from mlx_gradscale."
-                "diagnostics. GradScaler(min_scale=1.0) keeps the scale from falling "
-                "this far, and scaler.update(65536.0) resets it.",
-            )
+            warn_once("low scale", scale=scale, smallest=2.0**-25 / scale)
+
+
+class UpdateWatch:
+    """Warn about updates of the weights that bypass the scaler.
+
+    After such an update, the weights are new arrays, but the scale is still the same
+    one. A step of the scaler replaces it, even by the same value.
+    """
+
+    def __init__(self) -> None:
+        self._scale: mx.array | None = None
+        self._weight_id = 0
+        self._n_updates = 0
+
+    def look(self, scale: mx.array, weight_id: int, warn_once: WarnOnce) -> None:
+        """Compare the scale, and the id of one weight, with those of the last call."""
+        is_updated = weight_id != self._weight_id
+        self._n_updates = self._n_updates + is_updated if scale is self._scale else 0
+        self._scale, self._weight_id = scale, weight_id
+        if self._n_updates == _MANY:
+            warn_once("no step")
+
+
+def check_loss(loss: mx.array, scale: mx.array, warn_once: WarnOnce) -> None:
+    """Warn if the loss is float16 and the scale does not fit into float16."""
+    value = read(scale) if loss.dtype == mx.float16 else 0.0
+    if value is None or value > 65504:
+        warn_once("float16 loss")
+
+
+def check_dtypes(model: nn.Module, args: tuple[Any, ...], warn_once: WarnOnce) -> None:
+    """Warn if BatchNorm has float16 statistics, or inputs make MLX use float32."""
+    name = type(model).__name__
+    half = [
+        path.rpartition(".")[0]
+        for path, x in flatten(model)
+        if path.endswith("running_var") and isinstance(x, mx.array)
+        if x.dtype == mx.float16
+    ]
+    if half:
+        warn_once("float16 statistics", model=name, layers=half)
+    first = next((x for x in args if isinstance(x, mx.array)), None)
+    floating = [x for x in leaves(model.parameters()) if is_floating(x)]
+    is_half = floating and all(x.dtype in HALF for x in floating)
+    if is_half and first is not None and first.dtype == mx.float32:
+        warn_once("float32 inputs", model=name, dtype=floating[0].dtype)

@@ -430,21 +430,11 @@ class GradScaler:
         if not self._enabled:
             return
         if self._mode is None and self._scales:
-            self._backward.warn_once(
-                "other gradients",
-                "These gradients do not come from this scaler, so small float16 "
-                "gradients may have underflowed. Get them from value_and_grad() or "
-                "scale_loss(). To train without loss scaling, use GuardedOptimizer.",
-            )
+            self._backward.warn_once("other gradients")
         if participant.masters is not None:
             return
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
-            self._backward.warn_once(
-                "no master weights",
-                "Some parameters are float16 or bfloat16 and have no master weights, "
-                "so small updates are lost. Use LossScaleOptimizer, or keep the "
-                "parameters in float32 and pass compute_dtype= to value_and_grad().",
-            )
+            self._backward.warn_once("no master weights")
 
     def _refuse_if_shared(self) -> None:
         """Raise if more than one optimizer steps with this scaler."""

@@ -18,7 +18,7 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 # Attributes of MLX's optimizers that MLX does not document.
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
-    *("notices", "trees", "scale", "fusion", "finite", "masters", "forward"),
+    *("trees", "masters", "notices", "scale", "fusion", "finite", "forward"),
     *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )
