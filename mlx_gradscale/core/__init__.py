@@ -1,26 +1,27 @@
 """The training core: loss scaling, skipped steps and master weights.
 
-Reading order: ``scale`` (the rule), ``trees``, ``fusion``, ``finite``, ``masters``,
-``notices``, ``forward``, ``gradients``, ``optimizers``, ``moments``, ``ranks``,
-``guard`` (a step), ``scaler``, ``optimizer``. Only ``GradScaler.save`` and ``load``
-import other parts of the package. One step, for every kind of optimizer, is
-``GradScaler._step``: match gradients to parameters, inspect them, plan the results,
-advance the scale, commit.
+Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
+``finite``, ``forward``, ``gradients``, ``optimizers``, ``moments``, ``ranks``,
+``guard`` (a step), ``scaler``, ``state``, ``optimizer``. Only ``GradScaler.save`` and
+``load`` import other parts of the package. One step, for every kind of optimizer, is
+``GradScaler._plan`` and a commit: match gradients to parameters, inspect them, plan the
+results, advance the scale, commit.
 
 The words of this package:
 
-- A gradient is *scaled* as a backward pass of the scaled loss leaves it, and *unscaled*
-  once it is divided by the scale, in float32. A *lazy* gradient is an unscaled one that
-  still knows the scaled array it came from. *Inverse* is 1 / scale.
+- A gradient is *scaled* when it comes from the backward pass of the scaled loss, and
+  *unscaled* after it has been divided by the scale, in float32. A *lazy* gradient is an
+  unscaled one that still knows the scaled array it came from. *Inverse* is 1 / scale.
 - A *leaf* of a tree is an array in it; a ``Leaf`` is a gradient with its parameter. A
   *slot* or *place* is where an array is: path, container (*box*) and key. A *write* is
   a container, a key and a new value.
 - A step is *applied* or *skipped*. It is *planned* first and then *committed*.
 - A *wrapper* is a ``LossScaleOptimizer``, and the optimizer in it is the *inner* one.
-  Both kinds of optimizers that a scaler steps are its *participants*. *Parts* are the
-  optimizers in a ``MultiOptimizer``.
+  Every optimizer that a scaler steps, plain or wrapped, is a *participant*. *Parts* are
+  the optimizers in a ``MultiOptimizer``.
 - A *master weight* is the float32 value of a half-precision parameter. Its *entries*
-  are what the state stores of it: the value and the bits of the weight, or a remainder.
-- An *iteration* is everything between two calls of ``update()``. A *stage* is how far
-  one optimizer is in it.
+  are what the state stores for it: the value and the bits of the weight, or a
+  remainder.
+- An *iteration* is everything between two calls of ``update()``. A *stage* records how
+  far one optimizer has got in it.
 """

@@ -45,7 +45,7 @@ def select(
     array comes before those that are computed from it.
 
     By rule 2, an array in ``others`` cannot join the kernel before the walk comes to
-    its select, however deep the walk has met it before. So the depth counts anew from
+    its select, however deep the walk has met it before. So the depth count restarts
     there, and a graph deeper than 11 fits if it has enough arrays in ``others``.
     """
     for x in others:
@@ -56,11 +56,12 @@ def select(
 
 
 def root_of(changed: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return 0-d arrays, one of which is a common root: one kernel, not seven."""
+    """Return the same 0-d arrays, made inputs of one of them: one kernel, not seven."""
     # Of the orders tried, this one gives the fewest kernels.
     *others, name = sorted(changed)
     either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
-    return changed | {name: mx.where(either, changed[name], changed[name])}
+    root = mx.where(either, changed[name], changed[name])  # the same either way
+    return changed | {name: root}
 
 
 def end_kernel(x: mx.array) -> mx.array:
@@ -81,8 +82,9 @@ def separate_cast(x: mx.array) -> mx.array:
 def join(operation: Join, values: list[mx.array]) -> mx.array:
     """Combine arrays in pairs, because a kernel is at most 11 operations deep."""
     while len(values) > 1:
+        odd_one = values[-1:] if len(values) % 2 else []
         pairs = zip(values[::2], values[1::2], strict=False)
-        values = [operation(a, b) for a, b in pairs] + values[len(values) & ~1 :]
+        values = [operation(a, b) for a, b in pairs] + odd_one
     return values[0]
 
 
@@ -105,7 +107,7 @@ def each_use(array: mx.array) -> Iterator[mx.array]:
 
 
 def casts_first() -> bool:
-    """Return whether to unscale half-precision gradients in a separate kernel.
+    """Return whether to unscale half-precision gradients in a separate kernel: on CPUs.
 
     On a CPU, a cast inside the update kernel compiles to scalar code. In a benchmark,
     a step then took 1.55 times as long as the bare optimizer, instead of 1.29 times. On
@@ -114,15 +116,15 @@ def casts_first() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
-def factors(factor: mx.array | None, has_one_moment: bool) -> Iterator[mx.array]:
-    """Yield the factor for each gradient of a step; nothing if ``factor`` is None."""
-    if factor is None:
-        return
-    if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
-        yield from each_use(factor)  # never ends
-    # GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An
-    # update with one moment and a float32 factor has 11. With a float64 factor, Lion
-    # takes 1.0 instead of 6.7 times as long as the bare optimizer. Each leaf gets its
-    # own array; otherwise MLX would compute the cast once, as a full array.
-    for exact in each_use(factor.astype(mx.float64)):
-        yield mx.depends(exact, [])
+def factors(factor: mx.array, has_one_moment: bool) -> Iterator[mx.array]:
+    """Return an endless iterator with the factor for each gradient of a step.
+
+    GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An update
+    with one moment and a float32 factor has 11. With a float64 factor, Lion takes 1.0
+    instead of 6.7 times as long as the bare optimizer.
+    """
+    if not has_one_moment or not casts_first():
+        return each_use(factor)
+    # Each leaf gets its own array; otherwise MLX would compute the cast once, as a full
+    # array.
+    return (mx.depends(x, []) for x in each_use(factor.astype(mx.float64)))

@@ -64,7 +64,7 @@ class Participant(NamedTuple):
     norms: dict[str, Any] | None = None
 
 
-class Inspected(NamedTuple):
+class Inputs(NamedTuple):
     """The arrays that a step reads, by parameter path, and whether to apply it."""
 
     # The update kernel multiplies the scaled gradients by ``inverse``.
@@ -81,7 +81,7 @@ class Inspected(NamedTuple):
 
 def inspect(
     leaves: list[Leaf], participant: Participant, were_finite: mx.array | None
-) -> Inspected:
+) -> Inputs:
     """Lazily check whether all gradients are finite, and compute a clipping factor.
 
     ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one. A
@@ -115,35 +115,34 @@ def inspect(
         else:
             scaled[path] = sources[path]
     if norms is None:
-        check = list(sources.values()), inverse, list(others.values())
-        finite = all_finite_times(*check)
-        finite = finite if were_finite is None else finite & were_finite
-        is_averaged = were_finite is None
-        applied = finite if ranks.is_single else ranks.agree(finite, is_averaged)
+        found = list(sources.values()), inverse, list(others.values())
+        applied = all_finite_times(*found)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(sources, inverse, others)
         clip = mx.minimum(norms["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
-        if were_finite is not None:
-            applied = applied & ranks.agree(were_finite, is_averaged=False)
-    return Inspected(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
+    if were_finite is not None:  # on this rank, before averaging
+        applied = ranks.agree(applied & were_finite)
+    elif norms is None and not ranks.decide_alike:
+        applied = ranks.agree(applied)
+    return Inputs(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
 
 
 def plan(
-    participant: Participant, gradients: Any, arrays: Inspected
+    participant: Participant, gradients: Any, inputs: Inputs
 ) -> tuple[ByPath, Writes]:
     """Return the new parameters of an initialized optimizer's step, and other writes.
 
-    If ``arrays.applied`` is false, the planned parameters and optimizer state are
+    If ``inputs.applied`` is false, the planned parameters and optimizer state are
     bit-identical to the old ones. Nothing changes until the writes are committed,
     except that an eager step of a third-party optimizer changes its own state.
     """
     optimizer, masters = participant.optimizer, participant.masters
     norms = participant.norms
-    writes: Writes = [] if norms is None else [(norms, "grad_norm", arrays.norm)]
-    if not arrays.parameters:
+    writes: Writes = [] if norms is None else [(norms, "grad_norm", inputs.norm)]
+    if not inputs.parameters:
         return {}, writes
     found = walk(optimizer.state)
     places = [place for place, value in found if isinstance(value, mx.array)]
@@ -160,17 +159,18 @@ def plan(
     if len(old) == len(found) and is_builtin(optimizer):
         # Arrays are passed by position, so another order needs a new trace.
         order = [[where for where, *_ in places], split_paths(optimizer, gradients)]
-        order += [list(arrays.scaled), list(arrays.unscaled)]
+        order += [list(inputs.scaled), list(inputs.unscaled)]
         run = autocompiled(make_run, optimizer, (order, participant.moments))
-        state, new = run(old, scheduled_values(optimizer), arrays)
-    elif (is_applied := read(arrays.applied)) is None:  # inside mx.compile
-        state, new = make_run()(optimizer, old, scheduled_values(optimizer), arrays)
+        state, new = run(old, scheduled_values(optimizer), inputs)
+    elif (is_applied := read(inputs.applied)) is None:  # inside mx.compile
+        state, new = make_run()(optimizer, old, scheduled_values(optimizer), inputs)
     elif is_applied:
-        new = _run_on_host(gradients, optimizer, arrays)
+        new = _run_on_host(gradients, optimizer, inputs)
     for (_, box, key), x in zip(places, state, strict=False):
         writes.append((box, key, x))
     parameters: ByPath = {}
-    for path, (parameters[path], stored) in new.items():
+    for path, (parameter, stored) in new.items():
+        parameters[path] = parameter
         for name, x in stored.items():
             writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
     return parameters, writes
@@ -182,18 +182,18 @@ def _run(
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
-    arrays: Inspected,
+    inputs: Inputs,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
     """Step on the device, select old or new values, and roll the optimizer back.
 
     ``dtype`` is the dtype of the moments.
     """
-    arrays = Inspected(*arrays)  # mx.compile passes a plain tuple
+    inputs = Inputs(*inputs)  # mx.compile passes a plain tuple
     with roll_back(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [to_float32(x) if is_small(x, dtype) else _alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, gradients, stepped = _step(structure, optimizer, arrays)
+        masters, gradients, stepped = _step(structure, optimizer, inputs)
         if _signature(optimizer.state) != signature:
             raise TypeError(
                 f"{type(optimizer).__name__} changes the keys or the Python values in "
@@ -202,67 +202,73 @@ def _run(
                 "init_single() and store only arrays."
             )
         # A parameter and its moments share a flag, so that their kernel reads only one.
-        flags = dict(zip(gradients, fusion.each_use(arrays.applied), strict=False))
+        flags = dict(zip(gradients, fusion.each_use(inputs.applied), strict=False))
         dithers = dict(zip(gradients, fusion.each_use(dither(optimizer)), strict=False))
         moments: dict[str, list[mx.array]] = {path: [] for path in gradients}
         selected: list[mx.array] = []
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
-            check_shape(".".join(map(str, where)), old.shape, now[where].shape)
-            owner = _owner(optimizer, where)
+            updated, owner = now[where], _owner(optimizer, where)
+            check_shape(".".join(map(str, where)), old.shape, updated.shape)
             # An unused moment, as in SGD without momentum, needs no select. Third-party
             # optimizers may modify arrays in place, so their moments are all selected.
+            is_unused = updated is alias and is_builtin(optimizer)
             # The state of an empty parameter stays: Metal may abort on a kernel without
             # elements, and Adafactor would divide by zero.
-            is_unused = now[where] is alias and is_builtin(optimizer)
-            parameter = arrays.parameters.get(owner, old)
-            if is_unused or not old.size or not parameter.size:
+            is_empty = owner in gradients and not inputs.parameters[owner].size
+            if is_unused or is_empty or not old.size:
                 selected.append(old)
                 continue
-            flag = flags.get(owner, arrays.applied)
-            updated = now[where]
             if is_small(old, dtype):
                 updated = (updated * dithers[owner]).astype(dtype)
+            flag = flags.get(owner, inputs.applied)
             selected.append(mx.where(flag, updated, old))
-            moments.get(owner, []).append(selected[-1])
-        new = {}
-        for path, gradient in gradients.items():
-            arrived = stepped[path], gradient, moments[path]
-            left = arrays.parameters[path], arrays.stored[path], masters[path]
-            new[path] = _select(flags[path], *arrived, *left)
+            if owner in moments:
+                moments[owner].append(selected[-1])
+        new = {
+            path: _select(
+                flags[path],
+                new=stepped[path],
+                old=masters[path],
+                parameter=inputs.parameters[path],
+                stored=inputs.stored[path],
+                fused=(gradient, moments[path]),
+            )
+            for path, gradient in gradients.items()
+        }
         return selected, new
 
 
 def _run_on_host(
-    structure: Any, optimizer: Optimizer, arrays: Inspected
+    structure: Any, optimizer: Optimizer, inputs: Inputs
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Step a third-party optimizer eagerly; restore its state if it raises."""
     saved = snapshot(optimizer.state)
     try:
-        _, _, stepped = _step(structure, optimizer, arrays)
+        _, _, stepped = _step(structure, optimizer, inputs)
     except BaseException:
         restore(saved)
         raise
     new = {}
     for path, x in stepped.items():
-        rounded = x.astype(arrays.parameters[path].dtype)
-        new[path] = rounded, entries(x, rounded, arrays.stored[path])
+        rounded = x.astype(inputs.parameters[path].dtype)
+        new[path] = rounded, entries(x, rounded, inputs.stored[path])
     return new
 
 
 def _step(
-    structure: Any, optimizer: Optimizer, arrays: Inspected
+    structure: Any, optimizer: Optimizer, inputs: Inputs
 ) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
     """Return master weights, unscaled gradients and new float32 parameters, by path."""
     masters = {
-        path: joined_master(parameter, arrays.stored[path])
-        for path, parameter in arrays.parameters.items()
+        path: joined_master(parameter, inputs.stored[path])
+        for path, parameter in inputs.parameters.items()
     }
     full = tree_of({path: _alias(x.master) for path, x in masters.items()}, structure)
-    gradients = _unscale(optimizer, arrays)
+    gradients = _unscale(optimizer, inputs)
     if not is_builtin(optimizer):
         # Pass zeros if the step is skipped: an SVD, for example, may raise on NaN.
-        gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
+        gradients = {p: mx.where(inputs.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
@@ -270,7 +276,7 @@ def _step(
         try:
             new = dict(flatten(part.apply_gradients(own, full)))
             for path, x in new.items():
-                if x.shape != arrays.parameters[path].shape:
+                if x.shape != inputs.parameters[path].shape:
                     raise ValueError(f"{path!r} would change its shape to {x.shape}")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
@@ -283,21 +289,21 @@ def _step(
     return masters, gradients, stepped
 
 
-def _unscale(optimizer: Optimizer, arrays: Inspected) -> ByPath:
-    inverse, clip = arrays.inverse, arrays.clip
+def _unscale(optimizer: Optimizer, inputs: Inputs) -> ByPath:
+    inverse, clip = inputs.inverse, inputs.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
     n_moments = Counter(
         _owner(optimizer, where) for where, _, _ in slots(optimizer.state)
     )
     has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
     unscaled = {}
-    for gradients, each in ((arrays.scaled, factor), (arrays.unscaled, clip)):
-        factors = fusion.factors(each, has_one_moment)
+    for gradients, each in ((inputs.scaled, factor), (inputs.unscaled, clip)):
+        factors = None if each is None else fusion.factors(each, has_one_moment)
         for path, g in gradients.items():
-            g, times = to_float32(g), next(factors, None)
-            if times is not None:
-                g = g * mx.broadcast_to(times, g.shape).astype(mx.float32)
-            unscaled[path] = g
+            unscaled[path] = to_float32(g)
+            if factors is not None:
+                times = mx.broadcast_to(next(factors), g.shape).astype(mx.float32)
+                unscaled[path] = unscaled[path] * times
     return unscaled
 
 
@@ -321,35 +327,37 @@ def _owner(optimizer: Optimizer, where: tuple[Any, ...]) -> str:
 def _select(
     applied: mx.array,
     new: mx.array,
-    gradient: mx.array,
-    moments: list[mx.array],
+    old: Joined,
     parameter: mx.array,
     stored: Stored,
-    old: Joined,
+    fused: tuple[mx.array, list[mx.array]],
 ) -> tuple[mx.array, Stored]:
-    """Select the new or the old value of a parameter and of its master weight.
+    """Select the new or the old value of a parameter, and of what its master stores.
 
-    ``new`` is the float32 result of the step. The moments and the gradient are here
-    only to be in the same kernel: see :mod:`~mlx_gradscale.core.fusion`.
+    ``new`` is the float32 result of the step, and ``old`` the master weight before it.
+    ``fused`` are the gradient and the moments, which are passed only so that they end
+    up in the same kernel: see :mod:`~mlx_gradscale.core.fusion`.
     """
     if not parameter.size:
         return parameter, stored
+    gradient, moments = fused
     moments = [x for x in moments if x.shape == parameter.shape]
-    if "remainders" in stored:
+    if "remainders" not in stored:
+        if stored:
+            # Select in a skipped step too: a replaced weight is its own master.
+            new = mx.where(applied, new, old.master)
+        # The last moment is outermost because AdaDelta computes u from v.
         rounded = new.astype(parameter.dtype)
-        remainder = entries(new, rounded, stored)["remainders"]
-        remainder = mx.where(applied, remainder, stored["remainders"])
-        # From the new to the old weight, this graph is about 25 deep. The gradient is
-        # innermost because it is one array until it joins, and then two, with its
-        # factor: AdamW with bias correction and bfloat16 moments has 23 of 24.
-        both = mx.where(applied, rounded, remainder.astype(parameter.dtype))
-        others = [gradient, *old.steps, old.master, *moments, to_float32(rounded)]
-        weight = fusion.select(applied, both, parameter, others)
-        return weight, {"remainders": remainder}
-    if stored:
-        # Select in a skipped step too, because a replaced weight is its own master.
-        new = mx.where(applied, new, old.master)
-    # The last moment is outermost because AdaDelta computes u from v.
+        weight = fusion.select(applied, rounded, parameter, moments)
+        return weight, entries(new, weight, stored)
     rounded = new.astype(parameter.dtype)
-    weight = fusion.select(applied, rounded, parameter, moments)
-    return weight, entries(new, weight, stored)
+    remainder = entries(new, rounded, stored)["remainders"]
+    remainder = mx.where(applied, remainder, stored["remainders"])
+    # From the new to the old weight, this graph is about 25 deep. The gradient is
+    # innermost because it counts as one array until it joins the kernel, and as two,
+    # itself and its factor, afterwards: AdamW with bias correction and bfloat16 moments
+    # has 23 of 24.
+    both = mx.where(applied, rounded, remainder.astype(parameter.dtype))
+    others = [gradient, *old.intermediate, old.master, *moments, to_float32(rounded)]
+    weight = fusion.select(applied, both, parameter, others)
+    return weight, {"remainders": remainder}

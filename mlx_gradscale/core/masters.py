@@ -17,9 +17,9 @@ error (tests try every weight):
 - bfloat16: at most one float32 ulp, usually zero, up to 2**110, where products
   overflow. Half a bfloat16 ulp is 2**15 float32 ulps, but has only 32,766 steps.
 
-A joined master weight always rounds to its weight: where weight and remainder would not
-give such a value, the weight is its own master. A weight that the user replaces keeps
-its old remainder otherwise, so its master weight is at most half an ulp off.
+A joined master weight always rounds to its weight: if weight and remainder do not give
+such a value, the weight is its own master. Otherwise, a weight that the user replaces
+keeps its old remainder, so its master weight is at most half an ulp off.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,10 +38,13 @@ _STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
 
 
 class Joined(NamedTuple):
-    """A float32 master weight and any intermediate results of a join, first to last."""
+    """A float32 master weight, and the intermediate results of a join, first to last.
+
+    The intermediate results are only for :mod:`~mlx_gradscale.core.fusion`.
+    """
 
     master: mx.array
-    steps: tuple[mx.array, ...] = ()
+    intermediate: tuple[mx.array, ...] = ()
 
 
 def to_float32(x: mx.array) -> mx.array:
@@ -86,7 +89,7 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
 
 
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Return the unit of a remainder and the intermediate result it starts from."""
+    """Return the unit of a remainder, and the first of :attr:`Joined.intermediate`."""
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), value
     # One ulp, with the weight's sign: adding 0.75 to 1.5 ulps rounds to the neighbor.
@@ -113,7 +116,10 @@ def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
 def entries(
     master: mx.array, weight: mx.array, names: Collection[str]
 ) -> dict[str, mx.array]:
-    """Return the state entries for a master weight and its rounded weight, by name."""
+    """Return what the state stores for a master weight and its rounded weight.
+
+    ``names``, those of the entries, tell the kind; there are none without a master.
+    """
     if "remainders" in names:
         return {"remainders": remainder_of(master, weight)}
     return {"masters": master, "written": half_bits(weight)} if names else {}
@@ -153,14 +159,13 @@ class Masters:
         """Return the entries of a half-precision parameter, or raise; {} for others."""
         if weight.dtype not in HALF:
             return {}
-        boxes = self.state.items()
-        found = {name: box[path] for name, box in boxes if path in box}
-        if not found:
+        if path not in self.state[self._names[0]]:
             raise ValueError(
                 f"{path!r} has no master weight, because it was frozen, missing or not "
                 "in half precision when the optimizer was initialized. Call optimizer."
                 "init(model.trainable_parameters()) again; existing state is kept."
             )
+        found = {name: self.state[name][path] for name in self._names}
         for x in found.values():
             check_shape(path, x.shape, weight.shape)
         return found

@@ -29,6 +29,7 @@ from mlx.optimizers import Optimizer
 from .masters import HALF
 from .notices import warn_user
 from .optimizers import is_builtin, single_optimizers
+from .trees import dtype_name
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 _CAST = (mx.float32, *HALF)
@@ -71,10 +72,9 @@ def cast_moments(loaded: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         dtype = own[path].dtype if path in own else x.dtype
         if dtype != x.dtype and dtype in DTYPES.values() and x.dtype in _CAST:
             cast[path] = x.astype(dtype)
-            there, here = (
-                str(each).removeprefix("mlx.core.") for each in (x.dtype, dtype)
-            )
     if cast:
+        path = next(iter(cast))
+        there, here = dtype_name(loaded[path]), dtype_name(cast[path])
         warn_user(
             f"The saved moments are {there} and are cast to {here}, so results may "
             "differ from the saved run's. To resume a run exactly, create the "

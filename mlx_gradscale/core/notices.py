@@ -37,15 +37,14 @@ _TEXTS = {
     "weights, so small updates are lost. Use LossScaleOptimizer, or keep the "
     "parameters in float32 and pass compute_dtype= to value_and_grad().",
     "no step": "The weights changed {many} times without a step of this scaler, so a "
-    "gradient that overflows writes NaN into them. Instead of update() of the "
-    "optimizer itself, call step() and update() of the GradScaler, or update() of a "
-    "LossScaleOptimizer.",
+    "gradient that overflows writes NaN into them. Instead of optimizer.update(), call "
+    "scaler.step() and scaler.update(), or use a LossScaleOptimizer.",
     "skips": "At least {many} steps in a row were skipped because of non-finite "
     "gradients, so the model is not training. To find the cause, call mlx_gradscale."
     "diagnostics.explain_overflow(model, loss_fn, *batch), with compute_dtype= if you "
     "train with it.",
     "low scale": "At a loss scale of {scale:.2g}, gradients below {smallest:.1g} "
-    "underflow to zero in float16. If the loss itself is inf or NaN at times, a "
+    "underflow to zero in float16. If the loss itself is sometimes inf or NaN, a "
     "smaller scale does not help: filter out batches with NaN, or call "
     "explain_overflow() from mlx_gradscale.diagnostics. GradScaler(min_scale=1.0) "
     "keeps the scale from falling this far, and scaler.update(65536.0) resets it.",
@@ -91,10 +90,10 @@ class SkipWatch:
             return
         earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
         self._latest = []
-        try:
-            *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
-        except (RuntimeError, ValueError):  # a tracer from mx.compile
+        values = [read(x) for x in earlier]
+        if not values or None in values:  # the first look, or tracers from mx.compile
             return
+        *counts, scale = values
         if max(counts) >= _MANY:
             warn_once("skips")
         elif scale < LOW_SCALE:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -35,16 +35,17 @@ def check_supported(optimizer: Any) -> None:
             "Wrap the MultiOptimizer: LossScaleOptimizer(MultiOptimizer([...]))."
         )
     bypassed: dict[str, Any] = {"update": Optimizer.update}
+    instead = "apply_gradients()"
     if isinstance(optimizer, MultiOptimizer):
         bypassed["apply_gradients"] = MultiOptimizer.apply_gradients
+        instead = "apply_gradients() of its inner optimizers"
         for part in optimizer.optimizers:
             check_supported(part)
     for name, method in bypassed.items():
         if getattr(kind, name) is not method or name in vars(optimizer):
-            inner = " of its inner optimizers" if len(bypassed) > 1 else ""
             raise TypeError(
                 f"{kind.__name__} overrides {name}(), which mlx_gradscale does not "
-                f"call. Implement the step in apply_gradients(){inner} instead."
+                f"call. Implement the step in {instead} instead."
             )
 
 
@@ -54,10 +55,10 @@ def is_wrapper(optimizer: Any) -> bool:
 
 
 def refuse_multi_optimizer() -> None:
-    """Raise if the caller's caller is a ``MultiOptimizer``."""
+    """Raise if the function that calls this one was called by a ``MultiOptimizer``."""
     caller = sys._getframe(2).f_locals.get("self")
     if isinstance(caller, MultiOptimizer):
-        check_supported(caller)
+        check_supported(caller)  # raises, because a wrapper is part of it
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
@@ -121,13 +122,14 @@ def initialize(
             part.state[name] = mx.array(part.state[name])
         shapes = {path: x.shape for path, x in flatten(tree)}
         for where, box, key in slots(part.state):
-            *owner, _ = path = [str(each) for each in where]
+            path = [str(each) for each in where]
             if isinstance(box, tuple):
                 raise TypeError(
                     f"{type(part).__name__} stores {'.'.join(path)!r} in a tuple, "
                     "which cannot be updated. Use a list or a dict in its state."
                 )
-            is_own = shapes.get(".".join(owner)) == box[key].shape
+            # The moment "layers.0.bias.m" belongs to the parameter "layers.0.bias".
+            is_own = shapes.get(".".join(path[:-1])) == box[key].shape
             dtype = moments if is_own else mx.float32
             if box[key].dtype != dtype and box[key].dtype in (*HALF, mx.float32):
                 box[key] = box[key].astype(dtype)
@@ -164,11 +166,19 @@ def roll_back(
         restore(saved)
 
 
-# The last fingerprint of each optimizer, its compiled step, whether the fingerprint was
-# the same for two steps, and a weak reference. Nothing here may keep an optimizer, or a
-# model in its closures, alive. The keys are ids, because an optimizer that defines
-# equality is unhashable.
-_compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {}
+class _LastStep(NamedTuple):
+    """The settings of an optimizer's last step, and the function compiled for them."""
+
+    settings: Any
+    # Whether they differ from those of the step before, or there was none.
+    is_changed: bool
+    compiled: Callable[..., Any] | None
+    # Weak: nothing here may keep an optimizer, or a model in its closures, alive.
+    optimizer: Any
+
+
+# By the id of the optimizer, because one that defines equality is unhashable.
+_last_steps: dict[int, _LastStep] = {}
 
 
 def autocompiled(
@@ -182,21 +192,19 @@ def autocompiled(
     step, because compiling takes longer than a step. It is compiled again if the
     optimizer's settings or ``structure`` change.
     """
-    traced_for = fingerprint(optimizer, structure)
-    if traced_for is None:
+    settings = fingerprint(optimizer, structure)
+    if settings is None:
         return partial(make_run(), optimizer)
-    # Without an earlier step, expect that settings stay the same.
-    first = None, None, True, None
-    last, compiled, was_stable, _ = _compiled_steps.get(id(optimizer), first)
-    is_stable = traced_for == last
-    compiled = compiled if is_stable else None
-    if compiled is None and (is_stable or was_stable):
+    last = _last_steps.get(id(optimizer))
+    is_changed = last is None or last.settings != settings
+    compiled = None if last is None or is_changed else last.compiled
+    keeps_changing = last is not None and last.is_changed and is_changed
+    if compiled is None and not keeps_changing:
         owner, run = weakref.ref(optimizer), make_run()
         compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
-    if not is_stable or not was_stable:
-        forget = partial(_compiled_steps.pop, id(optimizer))
-        reference = weakref.ref(optimizer, forget)
-        _compiled_steps[id(optimizer)] = (traced_for, compiled, is_stable, reference)
+    if last is None or last.is_changed or is_changed:
+        own = weakref.ref(optimizer, partial(_last_steps.pop, id(optimizer)))
+        _last_steps[id(optimizer)] = _LastStep(settings, is_changed, compiled, own)
     return compiled or partial(make_run(), optimizer)
 
 

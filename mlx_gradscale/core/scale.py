@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# Scales use half of float32's exponents and leave the other half to the gradients. The
+# Limit scales to half of float32's exponents; the gradients need the other half. The
 # reciprocal of 2**127, PyTorch's limit, is subnormal, and Apple GPUs flush it to zero.
 SMALLEST_SCALE = 2.0**-64
 LARGEST_SCALE = 2.0**64
@@ -36,7 +36,11 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
 }
 
 FIELDS = {**VALUES, **SETTINGS}
+DEFAULTS = {name: default for name, (_, default) in FIELDS.items()}
 _SCALES = ("scale", "min_scale", "max_scale")
+# Above the first and below the second number, in float32, where 1 + 1e-9 is 1 and the
+# scale would never grow.
+_FACTORS = {"growth_factor": (1.0, math.inf), "backoff_factor": (0.0, 1.0)}
 _MOST = 2**31 - 1
 _TYPES: dict[mx.Dtype, tuple[Any, str]] = {
     mx.float32: ((int, float, np.number), "a number"),
@@ -64,39 +68,41 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
             growth_tracker = 0
             backoff_tracker += 1
             if backoff_tracker >= max(backoff_interval, hysteresis):
-                backoff_tracker = 0
                 scale = max(scale * backoff_factor, min_scale)
+                if hysteresis == 1: backoff_tracker = 0
         else:
-            backoff_tracker = 0
+            if hysteresis == 1: backoff_tracker = 0
             growth_tracker += 1
             if growth_tracker >= growth_interval:
-                growth_tracker = 0
+                growth_tracker = backoff_tracker = 0
                 if scale * growth_factor <= max_scale:  # false for inf
                     scale = scale * growth_factor
 
-    If ``hysteresis`` is above 1, ``backoff_tracker`` is reset only when
-    ``growth_tracker`` reaches ``growth_interval``. Until then, every overflow after the
-    first ``hysteresis - 1`` lowers the scale. If ``dynamic`` is false, the scale is
-    constant. ``consecutive_skips`` counts consecutive non-finite updates.
+    With ``hysteresis`` above 1, every overflow after the first ``hysteresis - 1``
+    lowers the scale, until ``growth_interval`` finite steps in a row restart the count.
+    If ``dynamic`` is false, the scale and both trackers are constant.
+    ``consecutive_skips`` counts consecutive non-finite updates.
     """
-    scale, tracker = state["scale"], state["backoff_tracker"]
-    has_budget = state["hysteresis"] > 1
-    good = mx.where(finite, state["growth_tracker"] + 1, 0)
-    bad = mx.where(finite, mx.where(has_budget, tracker, 0), tracker + 1)
-    grow = good >= state["growth_interval"]
+    scale, overflows = state["scale"], state["backoff_tracker"]
+    has_hysteresis = state["hysteresis"] > 1
+    growth = mx.where(finite, state["growth_tracker"] + 1, 0)
+    kept = mx.where(has_hysteresis, overflows, 0)
+    overflows = mx.where(finite, kept, overflows + 1)
+    grow = growth >= state["growth_interval"]
     allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
-    back_off = mx.logical_not(finite) & (bad >= allowed)
+    back_off = mx.logical_not(finite) & (overflows >= allowed)
     grown = scale * state["growth_factor"]
     grown = mx.where(grow & (grown <= state["max_scale"]), grown, scale)
     backed_off = mx.maximum(scale * state["backoff_factor"], state["min_scale"])
-    moved = {
+    restart = mx.where(has_hysteresis, grow, back_off)
+    if_dynamic = {
         "scale": mx.where(back_off, backed_off, grown),
-        "growth_tracker": mx.where(grow, 0, good),
-        "backoff_tracker": mx.where(mx.where(has_budget, grow, back_off), 0, bad),
+        "growth_tracker": mx.where(grow, 0, growth),
+        "backoff_tracker": mx.where(restart, 0, overflows),
     }
     skips = mx.minimum(state["consecutive_skips"], _MOST - 1) + 1
     return {
-        **{k: mx.where(state["dynamic"], v, state[k]) for k, v in moved.items()},
+        **{k: mx.where(state["dynamic"], x, state[k]) for k, x in if_dynamic.items()},
         "consecutive_skips": mx.where(finite, 0, skips),
         "skips_since_update": mx.array(0),
     }
@@ -113,7 +119,7 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 
 def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
-    """Clamp a new scale; return the current one if an array holds an invalid value."""
+    """Clamp a new scale. If it is invalid, raise or, for an array, keep the old one."""
     if isinstance(value, mx.array) and value.size == 1 and value.dtype != mx.bool_:
         scale = value.astype(mx.float32).reshape(())
         is_valid = mx.isfinite(scale) & (scale > 0)
@@ -142,9 +148,10 @@ def read_field(name: str, value: mx.array) -> Any:
         number: Any = value.item()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"Cannot read this scaler's state: {error} If you use mx.compile, read it, "
-            "and call init() of an optimizer with a group, outside the compiled "
-            "function, and pass scaler.state or optimizer.state as inputs and outputs."
+            f"Cannot read this scaler's state: {error} Inside mx.compile, no value "
+            "can be read. Read the state, and call init() of an optimizer with a "
+            "group, outside the compiled function, and pass scaler.state or "
+            "optimizer.state as inputs and outputs."
         ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
@@ -153,8 +160,9 @@ def read_field(name: str, value: mx.array) -> Any:
 
 def check(values: dict[str, Any], scale: str = "scale") -> None:
     """Raise if fields are invalid or conflict; ``scale`` names the scale in errors."""
+    values = {name: _as_number(value) for name, value in values.items()}
     for name, value in values.items():
-        _check_field(name, _as_number(value), scale if name == "scale" else name)
+        _check_field(name, value, scale if name == "scale" else name)
     if not values["min_scale"] <= values["scale"] <= values["max_scale"]:
         raise ValueError(
             f"{scale} must be between min_scale {values['min_scale']} and max_scale "
@@ -172,25 +180,23 @@ def _check_field(name: str, value: Any, label: str) -> None:
     types, expected = _TYPES[dtype]
     if not isinstance(value, types) or (dtype != mx.bool_ and isinstance(value, bool)):
         raise TypeError(f"{label} must be {expected}, got {value!r}.")
-    if dtype == mx.int32:
-        least = 1 if name in SETTINGS else 0
-        is_valid, valid = least <= value <= _MOST, f"between {least} and 2**31 - 1"
+    is_valid, limits = True, ""
+    if name in _FACTORS:
+        low, high = _FACTORS[name]
+        is_valid = abs(value) < 2.0**128 and low < float(np.float32(value)) < high
+        limits = f"above {low} and below {high} in float32"
     elif name in _SCALES:
         is_valid = SMALLEST_SCALE <= value <= LARGEST_SCALE
-        valid = "between 2**-64 and 2**64"
-    elif dtype == mx.float32:
-        low, high = (1.0, math.inf) if name == "growth_factor" else (0.0, 1.0)
-        # Compare in float32, where 1 + 1e-9 is 1 and the scale would never grow.
-        is_valid = abs(value) < 2.0**128 and low < np.float32(value) < high
-        valid = f"above {low} and below {high} in float32"
-    else:
-        return
+        limits = "between 2**-64 and 2**64"
+    elif dtype == mx.int32:
+        least = 1 if name in SETTINGS else 0
+        is_valid, limits = least <= value <= _MOST, f"between {least} and 2**31 - 1"
     if not is_valid:
-        raise ValueError(f"{label} must be {valid}, got {value}.")
+        raise ValueError(f"{label} must be {limits}, got {value}.")
 
 
 def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
-    """Clamp the scales among loaded values, then check all values."""
+    """Clamp the scales and the growth tracker among loaded values; check all values."""
     values = values | {name: _clamp_number(values[name]) for name in _SCALES}
     check(values)
     # One more finite step must not wrap the tracker.
@@ -206,7 +212,7 @@ def _clamp_number(x: Any) -> Any:
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
     """Return PyTorch's five keys, and other fields that differ from their defaults."""
-    own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
+    own = {k: values[k] for k in _OWN_KEYS if values[k] != DEFAULTS[k]}
     return {key: values[name] for key, name in TORCH_KEYS.items()} | own
 
 
@@ -231,7 +237,7 @@ def from_state_dict(state_dict: Any, current: dict[str, Any]) -> dict[str, Any]:
             f"The state dict has no {', '.join(missing)}. If this is a whole "
             "checkpoint, pass only the scaler's part of it."
         )
-    fresh = {name: default for name, (_, default) in VALUES.items()}
+    fresh = {name: DEFAULTS[name] for name in VALUES}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
     own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
     return clamp_and_check(current | fresh | given | own)

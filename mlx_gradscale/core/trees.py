@@ -33,7 +33,10 @@ class Leaf(NamedTuple):
 def walk(
     tree: Any, path: tuple[Any, ...] = (), found: list[tuple[Slot, Any]] | None = None
 ) -> list[tuple[Slot, Any]]:
-    """List every leaf and its location, except in private containers of a model."""
+    """List every leaf and its location, except in private containers of a model.
+
+    A model's private arrays are listed, because they may be buffers.
+    """
     found = [] if found is None else found
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if not isinstance(value, CONTAINERS):
@@ -50,6 +53,7 @@ def slots(tree: Any) -> list[Slot]:
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
     """Return (dotted path, leaf) pairs, like MLX's ``tree_flatten``, but faster."""
+    # In a list, the tree may also be a single array.
     return [(".".join(map(str, path[1:])), x) for (path, _, _), x in walk([tree])]
 
 
@@ -70,6 +74,11 @@ def tree_of(values: dict[str, Any], structure: Any) -> Any:
 def is_floating(x: mx.array) -> bool:
     """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
     return mx.issubdtype(x.dtype, mx.inexact)
+
+
+def dtype_name(x: mx.array) -> str:
+    """Return an array's dtype as text, such as "float16"."""
+    return str(x.dtype).removeprefix("mlx.core.")
 
 
 def read(x: mx.array) -> Any:
@@ -132,7 +141,10 @@ def _match(
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Write (container, key, value) triples in one C call, to guard against Ctrl-C."""
+    """Write all triples in one C call, so that Ctrl-C cannot fall between two writes.
+
+    This holds for plain containers; the ``State`` of a wrapper is written first.
+    """
     deque(starmap(setitem, list(writes)), maxlen=0)
 
 
