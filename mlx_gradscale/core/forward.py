@@ -1,14 +1,14 @@
 """Cast a model for the forward pass, and restore it afterwards."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import wraps
 from itertools import chain
-from operator import is_not
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_map_with_path
 
 from .finite import all_finite
 from .trees import Writes, commit, is_floating, leaves, walk
@@ -32,33 +32,24 @@ class Casting(NamedTuple):
 
     def cast_parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters in the dtypes of the forward pass."""
-        float32: tuple[str, ...] = ()
+        float32_prefixes: tuple[str, ...] = ()
         for path, module in model.named_modules():
-            # float32_layers() marks the layers that compute in float32.
+            # float32_layers() marks the layers that compute in float32. The prefix of
+            # the model itself is "", with which every path starts.
             if getattr(module, "computes_in_float32", False):
-                float32 += (f"{path}." if path else "",)
+                float32_prefixes += (f"{path}." if path else "",)
 
         def cast_parameter(path: str, x: mx.array) -> Any:
             is_kept = self.keep is not None and self.keep(path, x)
-            return x if is_kept or path.startswith(float32) else self.cast(x)
+            return x if is_kept or path.startswith(float32_prefixes) else self.cast(x)
 
         return tree_map_with_path(cast_parameter, parameters)
 
     def cast(self, x: Any) -> Any:
         """Return a floating-point array in the compute dtype, and others unchanged."""
-        is_floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
-        is_cast = is_floating and x.dtype != self.compute_dtype
+        is_real = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
+        is_cast = is_real and x.dtype != self.compute_dtype
         return x.astype(self.compute_dtype) if is_cast else x
-
-    def cast_argument(self, x: Any) -> Any:
-        """Cast an array, or those in a plain container.
-
-        A container without arrays to cast is returned as is: a module may write to it.
-        """
-        if isinstance(x, mx.array):
-            return self.cast(x)
-        new = tree_map(self.cast, x, is_leaf=is_opaque)
-        return new if any(map(is_not, leaves(new), leaves(x))) else x
 
 
 class Entrance:
@@ -67,17 +58,22 @@ class Entrance:
     While a loss is computed, each module has a subclass of its class, whose calls cast
     their arguments if the module has arrays of the compute dtype. Inside such a call,
     all modules have their own classes, so that a layer may pass float32 to the next.
+    (``float32/calls.py`` intercepts calls for as long as the model exists.)
     """
 
     def __init__(self, casting: Casting):
         self._casting = casting
-        # Each class and its subclass, by id: those of float32_layers() compare equal.
+        # Each class and its subclass, by the id of either. (The subclasses that
+        # float32_layers() creates compare equal to their originals.)
         self._classes: dict[int, tuple[type, type]] = {}
-        # Each module, its class and its subclass, while a loss is computed.
+        # While a loss is computed: each module with its class and subclass, whether
+        # the modules have their subclasses, and the ids of modules that were called
+        # from outside.
         self._modules: list[tuple[nn.Module, type, type]] = []
-        # The ids of modules called from outside. In the backward pass, where
-        # mx.checkpoint calls inner modules from outside too, only these cast.
+        self._is_intercepting = False
         self._entered: set[int] = set()
+        # In the backward pass, mx.checkpoint calls inner modules from outside too, so
+        # only those cast that were entered in the forward pass.
         self.is_backward = False
 
     @contextmanager
@@ -86,48 +82,65 @@ class Entrance:
         modules = []
         for module in model.modules():
             cls = type(module)
+            if not callable(module):
+                continue
             if id(cls) not in self._classes:
-                self._classes[id(cls)] = cls, self._make_subclass(cls, module)
+                both = cls, self._make_subclass(cls, module)
+                self._classes |= {id(each): both for each in both}
             modules.append((module, *self._classes[id(cls)]))
         # The loss may compute gradients of the same function.
-        outer = self._modules, self._entered, self.is_backward
+        outer = self._modules, self._entered, self.is_backward, self._is_intercepting
         self._modules, self._entered, self.is_backward = modules, set(), False
         try:
-            self._set_classes(intercepted=True)
+            self._intercept(True)
             yield
         finally:
-            self._set_classes(intercepted=False)
-            self._modules, self._entered, self.is_backward = outer
+            self._intercept(False)
+            self._modules, self._entered, self.is_backward, was_intercepting = outer
+            self._intercept(was_intercepting)
 
-    def _set_classes(self, intercepted: bool) -> None:
+    def _intercept(self, is_on: bool) -> None:
         for module, own, subclass in self._modules:
-            object.__setattr__(module, "__class__", subclass if intercepted else own)
+            old, new = (own, subclass) if is_on else (subclass, own)
+            if type(module) is old:  # the loss may have set another class
+                object.__setattr__(module, "__class__", new)
+        self._is_intercepting = is_on
 
-    def _make_subclass(self, cls: Any, module: nn.Module) -> Any:
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def _make_subclass(self, cls: Any, instance: nn.Module) -> Any:
+        @wraps(cls.__call__)
+        def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             function = super(subclass, module).__call__  # type: ignore[misc]
             if not self.is_backward:
                 self._entered.add(id(module))
             is_entered = id(module) in self._entered
-            self._set_classes(intercepted=False)
+            dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
+            is_cast = is_entered and self._casting.compute_dtype in dtypes
+            cast = self._casting.cast if is_cast else lambda x: x
+            self._intercept(False)
             try:
-                dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
-                if is_entered and self._casting.compute_dtype in dtypes:
-                    cast = self._casting.cast_argument
-                    args = tuple(map(cast, args))
-                    kwargs = dict(zip(kwargs, map(cast, kwargs.values()), strict=True))
-                return function(*args, **kwargs)
+                with substitute((args, kwargs), cast) as (args, kwargs):
+                    return function(*args, **kwargs)
             finally:
-                self._set_classes(intercepted=True)
+                self._intercept(True)
 
-        body = {"__call__": call, "__module__": cls.__module__}
+        def reduce_ex(module: Any, protocol: Any) -> Any:
+            # A copy of the module is an ordinary one.
+            object.__setattr__(module, "__class__", cls)
+            try:
+                return module.__reduce_ex__(protocol)
+            finally:
+                if self._is_intercepting:
+                    object.__setattr__(module, "__class__", subclass)
+
+        body = {"__call__": call, "__reduce_ex__": reduce_ex}
+        body["__module__"] = cls.__module__
         bases = (cls,) if issubclass(cls, _Hidden) else (_Hidden, cls)
         try:
             # type.__new__ skips what a metaclass does with a new class.
             subclass: Any = type.__new__(type(cls), cls.__name__, bases, body)
             # Find out now whether the class of such a module can be replaced.
-            object.__setattr__(module, "__class__", subclass)
-            object.__setattr__(module, "__class__", cls)
+            object.__setattr__(instance, "__class__", subclass)
+            object.__setattr__(instance, "__class__", cls)
         except (AttributeError, TypeError) as error:
             raise TypeError(
                 f"The inputs of {cls.__name__} cannot be cast, because its class "
@@ -147,19 +160,63 @@ class _Hidden:
 
 
 @contextmanager
+def substitute(tree: Any, new: Callable[[mx.array], Any]) -> Iterator[Any]:
+    """Replace the arrays in a tree of arguments within a ``with`` block.
+
+    A module may write to the dicts and lists that it is given, so they stay the same
+    objects: their arrays are replaced, and are restored on exit unless somebody else
+    has replaced them. Tuples are built anew; models and other objects are left alone.
+    """
+    writes: list[tuple[Any, Any, Any, Any]] = []
+    try:
+        yield _substitute(tree, new, {}, writes)
+    finally:
+        for box, key, old, value in writes:
+            with suppress(LookupError):  # the key or index may be gone
+                if box[key] is value:
+                    box[key] = old
+
+
+def _substitute(
+    x: Any,
+    new: Callable[[mx.array], Any],
+    known: dict[int, tuple[Any, Any]],
+    writes: list[tuple[Any, Any, Any, Any]],
+) -> Any:
+    # By the id of everything visited: itself, to keep its id unique, and what takes its
+    # place. An array or container that is there twice is replaced once.
+    if id(x) in known:
+        return known[id(x)][1]
+    known[id(x)] = x, x
+    is_tuple = type(x) is tuple or hasattr(x, "_fields")
+    if isinstance(x, mx.array):
+        known[id(x)] = x, new(x)
+    elif is_tuple or (isinstance(x, (dict, list)) and not isinstance(x, nn.Module)):
+        box: Any = list(x) if is_tuple else x
+        for key, old in list(box.items() if isinstance(box, dict) else enumerate(box)):
+            value = _substitute(old, new, known, writes)
+            if value is not old:
+                box[key] = value
+                writes.append((box, key, old, value))
+        if is_tuple:
+            known[id(x)] = x, type(x)(*box) if hasattr(x, "_fields") else tuple(box)
+    return known[id(x)][1]
+
+
+@contextmanager
 def preserve(
     models: list[nn.Module], parameters: Any, is_cast: bool = False
 ) -> Iterator[tuple[dict[Any, tuple[Any, Any, mx.array]], list[mx.array]]]:
     """Restore parameters after a forward pass, and buffers that became non-finite.
 
     Yields the trainable parameters as (container, key, array), by the id of the
-    container and the key, and a list for the arrays that replace them. An array that
-    the forward pass itself assigns to a parameter stays, unless ``is_cast``. Non-finite
-    buffers are restored because BatchNorm's running statistics would otherwise stay inf
-    or NaN.
+    container and the key, and a list to which the caller adds the arrays that replace
+    them. An array that the forward pass itself assigns to a parameter stays, unless
+    ``is_cast``. Non-finite buffers are restored because BatchNorm's running statistics
+    would otherwise stay inf or NaN.
     """
-    places = list(chain.from_iterable(map(writable_arrays, models)))
     trained = set(map(id, leaves(parameters)))
+    places = list(chain.from_iterable(map(writable_arrays, models)))
     substitutes: list[mx.array] = []
     try:
         yield {(id(x[0]), x[1]): x for x in places if id(x[2]) in trained}, substitutes
@@ -169,9 +226,13 @@ def preserve(
     ids = set(map(id, substitutes))
     writes: Writes = []
     for box, key, old in places:
-        # The forward pass may have removed a key or shortened a list.
-        is_there = key in box if isinstance(box, dict) else key < len(box)
-        new: Any = box[key] if is_there else None
+        new: Any
+        if isinstance(box, dict):
+            new = box.get(key)
+        elif key < len(box):
+            new = box[key]
+        else:
+            continue  # the forward pass has shortened a list
         if id(old) in trained:
             if is_cast or id(new) in ids:
                 writes.append((box, key, old))
@@ -183,11 +244,11 @@ def preserve(
     commit(writes)
 
 
-def writable_arrays(model: nn.Module) -> Writes:
-    """Return (container, key, array) for each model array that is not in a tuple."""
+def writable_arrays(tree: Any) -> Writes:
+    """Return (container, key, array) for each array that is not in a tuple."""
     return [
         (container, key, x)
-        for (_, container, key), x in walk(model)
+        for (_, container, key), x in walk(tree)
         if isinstance(x, mx.array) and not isinstance(container, tuple)
     ]
 

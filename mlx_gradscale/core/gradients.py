@@ -8,6 +8,7 @@ accumulation or averaging, a step uses the gradient as is.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -15,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from .forward import Casting, Entrance, is_opaque, preserve
+from .forward import Casting, Entrance, is_opaque, preserve, substitute
 from .fusion import each_use
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
@@ -53,19 +54,30 @@ for _name in _CHANGES_IN_PLACE:
         setattr(LazyGradient, _name, _forget_source(_name))
 
 
+@dataclass
+class Passes:
+    """What is known of the backward passes since the last ``update()``."""
+
+    # The calls of scale_loss()'s functions that were differentiated, and those of them
+    # that have unscaled a gradient. The gradients of the others are all scaled.
+    n_calls: int = 0
+    n_unscaling_calls: int = 0
+    # Whether the gradient of an argument was unscaled. It may lead on to parameters.
+    has_argument: bool = False
+    # Of each parameter with an unscaled gradient: the container's id with the key, and
+    # the array's id.
+    known: set[Any] = field(default_factory=set)
+
+
 class Backward:
     """Scale losses for the backward pass and unscale the gradients."""
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        # Whether the last backward pass of scale_loss() since the last step unscaled a
-        # gradient; None if there was no such pass.
-        self._has_unscaled: bool | None = None
-        # The container's id and the key of each parameter that any such pass unscales.
-        self._places: set[Any] = set()
         self._has_derivative = False
         self._has_seen_loss = False
         self.warn_once = WarnOnce()
+        self.passes = Passes()
 
     def value_and_grad(
         self,
@@ -109,8 +121,9 @@ class Backward:
                 outputs = replace_loss(outputs, loss.astype(mx.float32))
             if not is_enabled:
                 return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
-            self._check_loss(loss)
-            self._places.update(places)
+            if not self._has_seen_loss:
+                self._check_loss(loss)
+            self.passes.known.update(places)
             weight_id = id(next(iter(places.values()))[2]) if places else 0
             watch.look(scale, weight_id, self.warn_once)
             return outputs, unscale(gradients, 1.0 / scale)
@@ -128,29 +141,42 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            scale = self._state["scale"]
+            scale, is_differentiated, has_unscaled = self._state["scale"], False, False
             given = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
             models = [x for _, x in given if isinstance(x, nn.Module)]
             parameters = [x.trainable_parameters() for x in models]
 
-            def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> Any:
-                self._has_unscaled = True
-                return _unscale_and_scale_next(cotangent, inverse)
-
             def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
-                self._has_unscaled = False
-                self._places.update(places)
+                nonlocal is_differentiated
+                self.passes.n_calls += not is_differentiated
+                is_differentiated = True
                 return cotangent * scale
 
-            wrap = partial(_with_gradient, 1.0 / scale, unscale_gradient)
-            args, kwargs = tree_map(wrap, (args, kwargs), is_leaf=is_opaque)
-            with preserve(models, parameters) as (places, substitutes):
-                own = [(box, key, wrap(x)) for box, key, x in places.values()]
+            def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> Any:
+                nonlocal has_unscaled
+                self.passes.n_unscaling_calls += not has_unscaled
+                has_unscaled = True
+                self.passes.known.update(places, (id(x[2]) for x in places.values()))
+                return _unscale_and_scale_next(cotangent, inverse)
+
+            def unscale_argument(cotangent: mx.array, inverse: mx.array) -> Any:
+                self.passes.has_argument = True
+                return unscale_gradient(cotangent, inverse)
+
+            wrap = partial(_with_gradient, 1.0 / scale)
+            with (
+                substitute((args, kwargs), partial(wrap, unscale_argument)) as given,
+                preserve(models, parameters) as (places, substitutes),
+            ):
+                wrap_own = partial(wrap, unscale_gradient)
+                own = [(box, key, wrap_own(x)) for box, key, x in places.values()]
                 substitutes.extend(x for _, _, x in own)
                 commit(own)
+                args, kwargs = given
                 outputs = loss_fn(*args, **kwargs)
             loss = loss_of(outputs)
-            self._check_loss(loss)
+            if not self._has_seen_loss:
+                self._check_loss(loss)
             outputs = replace_loss(outputs, loss.astype(mx.float32))
             # Scale the other outputs too, in case the caller adds them to the loss.
             scale_output = partial(_with_gradient, scale, scale_gradient)
@@ -159,42 +185,44 @@ class Backward:
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def check_unscaled(self, leaves: list[Leaf]) -> None:
-        """Raise if ``scale_loss()`` left a gradient of this step scaled.
+    def check_unscaled(self, stepped: list[Leaf]) -> None:
+        """Raise if ``scale_loss()`` may have left a gradient of this step scaled.
 
         A parameter that it did not find has a scaled gradient, or zero if the loss does
-        not depend on it. Inside ``mx.compile``, no value can be read, and either is an
-        error: passing the whole model is always right.
+        not depend on it. Inside ``mx.compile``, no value can be read, so both count as
+        errors; passing the whole model avoids them.
         """
-        has_unscaled, self._has_unscaled = self._has_unscaled, None
-        places, self._places = self._places, set()
-        if has_unscaled is None:
-            return  # scale_loss() was not differentiated since the last step
-        floating = [leaf for leaf in leaves if is_floating(leaf.gradient)]
-        missed = [x for x in floating if (id(x.container), x.key) not in places]
-        if has_unscaled and len(missed) == len(floating):
-            return  # a parameter tree, or a model with gradients from elsewhere
-        # If nothing was unscaled at all, no place is a proof.
-        for leaf in missed if has_unscaled else floating:
-            is_lazy = isinstance(leaf.gradient, LazyGradient)
-            if not is_lazy and read(mx.any(leaf.gradient)) is not False:
+        passes = self.passes
+        is_scaled = passes.n_calls > passes.n_unscaling_calls
+        if not passes.n_calls or (passes.has_argument and not is_scaled):
+            return
+        for leaf in stepped:
+            place = id(leaf.container), leaf.key
+            is_known = place in passes.known or id(leaf.parameter) in passes.known
+            # A lazy gradient comes from value_and_grad().
+            if (is_known and not is_scaled) or isinstance(leaf.gradient, LazyGradient):
+                continue
+            if is_floating(leaf.gradient) and read(mx.any(leaf.gradient)) is not False:
                 raise RuntimeError(
-                    f"The gradient of {leaf.path!r} is still scaled, because "
-                    "scale_loss() did not find this parameter. Pass the whole model, "
-                    "scale_loss(loss_fn, model), or pass the parameters to the loss "
-                    "function as an argument."
+                    f"The gradient of {leaf.path!r} is still scaled, or was added to "
+                    "one that is: a function returned by scale_loss() was "
+                    "differentiated with respect to arrays that it did not find. Pass "
+                    "the whole model, scale_loss(loss_fn, model), and pass other "
+                    "arrays to the function as arguments. Do not mix gradients from "
+                    "scale_loss() with gradients from nn.value_and_grad()."
                 )
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""
-        self._check_loss(output)
+        if not self._has_seen_loss:
+            self._check_loss(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
             return cotangent
 
         scaled = to_float32(output) * self._state["scale"]
-        return _with_gradient(mx.array(1.0), note, scaled)
+        return _with_gradient(mx.array(1.0), note, scaled)  # the factor is not used
 
     def inverse_scale(self) -> mx.array:
         """Return 1 / scale; warn if no result of ``scale()`` was differentiated."""
@@ -203,20 +231,19 @@ class Backward:
         return 1.0 / self._state["scale"]
 
     def _check_loss(self, loss: mx.array) -> None:
-        if not self._has_seen_loss:
-            self._has_seen_loss = True  # so that the scale is read only once
-            check_loss(loss, self._state["scale"], self.warn_once)
+        self._has_seen_loss = True  # so that the scale is read only once
+        check_loss(loss, self._state["scale"], self.warn_once)
 
 
 def _with_gradient(
-    factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array], x: Any
+    factor: mx.array, vjp: Callable[[mx.array, mx.array], mx.array], x: Any
 ) -> Any:
-    """Return a floating array with ``gradient(cotangent, factor)`` as its gradient."""
+    """Return a floating array with ``vjp(cotangent, factor)`` as its gradient."""
     if not isinstance(x, mx.array) or not is_floating(x):
         return x
     identity = mx.custom_function(lambda x, factor: x)
     zero = mx.zeros_like(factor)
-    identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
+    identity.vjp(lambda primals, cotangent, _: (vjp(cotangent, primals[1]), zero))
     return identity(x, factor)
 
 
@@ -229,7 +256,7 @@ def unscale(gradients: Any, inverse: mx.array) -> Any:
         # An alias, because the user may change the scaled gradient in place.
         gradient.source = known or (scaled.astype(scaled.dtype), inverse)
         unscaled.append(gradient)
-    # next() gets the old leaf as its default and never returns it.
+    # tree_map calls next() with the old leaf, its default, which it never returns.
     return tree_map(partial(next, iter(unscaled)), gradients)
 
 
@@ -264,8 +291,9 @@ def unscale_array(scaled: mx.array, inverse: mx.array) -> mx.array:
 
 
 _unscale_and_scale_next: Any = mx.custom_function(unscale_array)
-# An unscaled gradient is an output like the loss: what differentiates it is scaled in
-# turn, by inverse * scale, until it reaches an array that unscales its gradient.
+# For second derivatives. An unscaled gradient is an output like the loss, so its own
+# cotangent has to be scaled: d(scaled * inverse) times scale is the cotangent itself.
+# The arrays that it reaches unscale their gradients again.
 _unscale_and_scale_next.vjp(lambda primals, cotangent, _: (cotangent, 0 * primals[1]))
 
 

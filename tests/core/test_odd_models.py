@@ -8,7 +8,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import bits
+from support.helpers import bits, dtypes
 
 from mlx_gradscale import GradScaler, GuardedOptimizer
 
@@ -17,26 +17,29 @@ class Fifo(nn.Module):
     def __init__(self, fails=False):
         super().__init__()
         self.layer, self.fifo = nn.Linear(2, 1), [mx.zeros(2), mx.ones(2)]
+        self.last = mx.ones(1)
         self.fails = fails
 
     def __call__(self, x):
         self.fifo.pop()
         if self.fails:
             raise ValueError("the model's own error")
-        return self.layer(x)
+        return self.layer(x) * self.last
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("way", ["value_and_grad", "scale_loss"])
+@pytest.mark.parametrize("way", ["value_and_grad", "compute_dtype", "scale_loss"])
 def test_forward_pass_may_shorten_a_list_and_errors_in_it_reach_the_user(way, fails):
     model, scaler = Fifo(fails), GradScaler()
-    if way == "value_and_grad":
-        gradient = scaler.value_and_grad(model, lambda x: model(x).mean())
-    else:
+    if way == "scale_loss":
         gradient = mx.grad(scaler.scale_loss(lambda x: model(x).mean(), model))
+    else:
+        dtype = mx.bfloat16 if way == "compute_dtype" else None
+        gradient = scaler.value_and_grad(model, lambda x: model(x).mean(), dtype)
     with pytest.raises(ValueError, match="own error") if fails else nullcontext():
         gradient(mx.ones((1, 2)))
     assert len(model.fifo) == 1
+    assert dtypes(model.parameters()) == {mx.float32}
 
 
 class States(nn.Module):
@@ -64,17 +67,31 @@ def test_parameters_named_states_are_stepped_saved_and_freed(moments):
 
 @pytest.mark.filterwarnings("ignore:The loss is float16")
 def test_gradient_function_called_in_its_own_loss_restores_the_classes():
-    model, inner = nn.Linear(2, 1), []
+    seen = []
 
-    def loss_fn(x):
-        if not inner:
-            inner.append(True)
-            gradient(x)
+    class Inner(nn.Linear):
+        def __call__(self, x):
+            seen.append(x.dtype)
+            return super().__call__(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner(2, 1)
+
+        def __call__(self, x):
+            return self.inner(x.astype(mx.float32))  # its own choice, not to be cast
+
+    def loss_fn(x, is_outer):
+        if is_outer:
+            gradient(x, False)
         return model(x).mean()
 
+    model = Outer()
     gradient = GradScaler().value_and_grad(model, loss_fn, mx.float16)
-    gradient(mx.ones((1, 2)))
-    assert type(model) is nn.Linear
+    gradient(mx.ones((1, 2)), True)
+    assert (type(model), type(model.inner)) == (Outer, Inner)
+    assert seen == [mx.float32] * 2
 
 
 def test_master_weights_of_frozen_parameters_are_ignored():
@@ -100,13 +117,15 @@ def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
     plain, weights = optim.Adam(0.1), {"w": mx.ones(2, mx.float16)}
     plain.apply_gradients(weights, weights)
     optimizer = GuardedOptimizer(optim.Adam(0.1))
-    if when == "after init":
-        optimizer.init(weights)
-        with pytest.warns(UserWarning, match="are float16 and are cast to float32"):
-            optimizer.state = plain.state
-    else:
+
+    def load():
+        if when == "after init":
+            optimizer.init(weights)
         optimizer.state = plain.state
         optimizer.init(weights)
+
+    with pytest.warns(UserWarning, match="are float16 and are cast to float32"):
+        load()
     assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32
 
 

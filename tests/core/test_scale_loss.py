@@ -1,5 +1,6 @@
 """``scale_loss``: unscaled gradients for other trainers, on both classes."""
 
+from collections import OrderedDict
 from functools import partial
 from typing import NamedTuple
 
@@ -202,6 +203,74 @@ def test_parameter_that_scale_loss_did_not_find_is_named_at_the_step(wrap, compi
         train(x, y)
     if not compiled:  # MLX leaves placeholders in the state
         assert bits(model.parameters()) == before
+
+
+def refuses(scaler, model, grads):
+    before = bits(model.parameters())
+    with pytest.raises(RuntimeError, match="is still scaled"):
+        scaler.step(optim.SGD(0.1), model, grads)
+    return bits(model.parameters()) == before
+
+
+def test_gradients_that_are_still_scaled_are_refused_again_and_for_each_optimizer():
+    model, scaler, (x, y) = Mlp(), GradScaler(256.0), batch()
+    loss_fn = scaler.scale_loss(mse(model), model.layers[1])
+    _, grads = nn.value_and_grad(model, loss_fn)(x, y)
+    bad, good = grads["layers"]
+    assert refuses(scaler, model, grads)
+    assert refuses(scaler, model, grads)  # as somebody tries again
+    scaler.step(optim.SGD(0.1), model, {"layers": [{}, good]})
+    assert refuses(scaler, model, {"layers": [bad]})
+    assert refuses(scaler, model.layers[0], bad)
+    scaler.update()
+    _, grads = nn.value_and_grad(model, mse(model))(x, y)  # from elsewhere
+    scaler.minimize(optim.SGD(0.1), model, grads)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_model_that_one_of_two_scaled_losses_did_not_find_is_refused(order):
+    models, scaler, xy = [Mlp(), Mlp()], GradScaler(256.0), batch()
+    right = scaler.scale_loss(mse(models[0]), models[0])
+    wrong = scaler.scale_loss(mse(models[1]))  # the model is forgotten
+    losses = [(models[0], right), (models[1], wrong)][::order]
+    grads = [nn.value_and_grad(model, loss_fn)(*xy)[1] for model, loss_fn in losses]
+    assert refuses(scaler, models[1], grads[order])
+    # Nor can they hide in a sum with the gradients of a right loss.
+    _, grads = nn.value_and_grad(models[1], scaler.scale_loss(mse(models[1])))(*xy)
+    right = scaler.scale_loss(mse(models[1]), models[1])
+    _, more = nn.value_and_grad(models[1], right)(*xy)
+    assert refuses(scaler, models[1], tree_map(mx.add, grads, more))
+
+
+@either
+def test_gradients_that_pass_through_an_argument_are_unscaled_and_stepped(wrap):
+    model, source, (x, y) = Mlp(), make(wrap), batch()
+    _, expected = nn.value_and_grad(model, mse(model))(x, y)
+    head = source.scale_loss(lambda h, last: mx.mean(mx.square(last(h) - y)))
+
+    def loss_fn(x):
+        return head(nn.relu(model.layers[0](x)), model.layers[1])
+
+    _, grads = nn.value_and_grad(model, loss_fn)(x)
+    assert_near(grads, expected)
+    step(source, model, grads)
+
+
+@either
+def test_containers_of_any_type_are_found_and_stay_the_same_objects(wrap):
+    tree = OrderedDict(a=mx.array([1.0, 2.0]), rest=[mx.array(3.0)])
+
+    def loss_fn(weights, batch):
+        assert batch is given
+        batch["seen"] = mx.stop_gradient(weights["a"])
+        return mx.sum(weights["a"] * batch["x"]) * weights["rest"][0]
+
+    given = {"x": mx.array([1.0, 4.0])}
+    loss, grads = mx.value_and_grad(make(wrap).scale_loss(loss_fn))(tree, given)
+    assert loss.item() == 27.0
+    assert (grads["a"].tolist(), grads["rest"][0].item()) == ([3.0, 12.0], 9.0)
+    assert given["seen"].tolist() == [1.0, 2.0]
+    assert given["x"].tolist() == [1.0, 4.0]
 
 
 @either

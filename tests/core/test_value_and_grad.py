@@ -1,6 +1,8 @@
 """Differentiating in a compute dtype leaves everything else as it was."""
 
 import copy
+import inspect
+from collections import OrderedDict
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -207,6 +209,65 @@ def test_modules_have_their_own_classes_inside_the_model_and_after_a_loss(ends):
     assert Registry.names == []
     again = pickled(copy.deepcopy(model.layer))
     assert (type(again), bits(again.weight)) == (Registry, bits(model.layer.weight))
+
+
+class Recurrent(nn.Linear):
+    """Writes its state to a list, and a loss to a dict, that it is given."""
+
+    def __call__(self, x, state, aux, module=None, same=None):
+        assert x is same
+        state[0] = mx.tanh(super().__call__(x) + state[0])
+        state.append(x.dtype)
+        aux["loss"] = aux["loss"] + mx.mean(mx.square(state[0].astype(mx.float32)))
+        return state[0]
+
+
+def test_module_may_write_to_containers_that_it_is_given():
+    model, x = Recurrent(4, 4), mx.ones((2, 4))
+
+    def loss_fn(x):
+        state, aux = [mx.zeros((2, 4))], OrderedDict(loss=mx.array(0.0), x=x)
+        for _ in range(2):
+            model(x, state, aux, module="a keyword of any name", same=x)
+        assert aux["x"] is x
+        return aux["loss"], state[1:]
+
+    (expected, _), grads = nn.value_and_grad(model, loss_fn)(x)
+    fn = GradScaler(8.0).value_and_grad(model, loss_fn, mx.float16)
+    (loss, seen), found = fn(x)
+    assert seen == [mx.float16] * 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    assert_near(found, grads, rtol=3e-2)
+
+
+def test_loss_may_inspect_copy_and_change_the_classes_of_modules():
+    model, kept = Mlp(), []
+
+    class Hooked(nn.Linear):
+        pass
+
+    def loss_fn(x, y):
+        assert [*inspect.signature(model.__call__).parameters] == ["x"]
+        kept.append(copy.deepcopy(model))
+        model.layers[0].__class__ = Hooked
+        return mse(model)(x, y)
+
+    GradScaler(8.0).value_and_grad(model, loss_fn, mx.float16)(*batch())
+    assert [type(layer) for layer in model.layers] == [Hooked, nn.Linear]
+    assert [type(each) for each in (kept[0], *kept[0].layers)] == [
+        *(Mlp, nn.Linear, nn.Linear)
+    ]
+
+
+def test_module_that_cannot_be_called_stays_so():
+    model = Mlp()
+    model.table = nn.Module()
+
+    def loss_fn(x, y):
+        assert not callable(model.table)
+        return mse(model)(x, y)
+
+    GradScaler(8.0).value_and_grad(model, loss_fn, mx.float16)(*batch())
 
 
 def test_class_that_cannot_be_replaced_is_refused_with_advice():
