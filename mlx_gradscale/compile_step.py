@@ -46,13 +46,14 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     dicts = [tree for tree, _ in snapshot(state) if isinstance(tree, dict)]
     scaler_states = [tree for tree in dicts if "consecutive_skips" in tree]
     watched = [(tree, SkipWatch()) for tree in scaler_states]
+    stages = [tree.stages for tree in scaler_states if hasattr(tree, "stages")]
     # Shared, so that several scalers that skip the same steps warn once.
     warn_once = WarnOnce()
 
     @wraps(step)
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
         random_state: Any = mx.random.state
-        saved, key = snapshot(state), random_state[0]
+        saved, key = snapshot(state, *stages), random_state[0]
         try:
             result = compiled(*args, **kwargs)
         except BaseException:

@@ -6,7 +6,7 @@ import pytest
 from support.helpers import INF, Mlp, batch, bits, mse
 from support.scaler_helpers import every_warning
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
+from mlx_gradscale import GradScaler, LossScaleOptimizer, all_finite, compile_step
 
 pytestmark = pytest.mark.compiles
 
@@ -42,6 +42,22 @@ def test_compile_step_restores_everything_if_tracing_raises(error):
     failures.clear()
     assert step(*batch(0, 8, mx.float16)).item() > 0
     assert bits(state) != before
+
+
+def test_iteration_that_fails_in_a_compiled_step_is_forgotten():
+    model, scaler = Mlp(), GradScaler(256.0)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler)
+    optimizer.init(model.trainable_parameters())
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+
+    def fail(x, y):
+        _, grads = loss_and_grad(x, y)
+        scaler.unscale_(optimizer, grads)["layers"][0]["bias"].max().item()
+
+    with pytest.raises(ValueError, match="eval"):
+        compile_step(fail, [model.state, optimizer.state])(*batch())
+    optimizer.update(model, loss_and_grad(*batch())[1])
+    assert all_finite(model.parameters()).item()
 
 
 def test_compile_step_warns_without_a_host_sync_if_every_step_is_skipped():

@@ -14,7 +14,7 @@ from .guard import Participant
 from .masters import HALF, Masters
 from .moments import DTYPES, check_moments
 from .optimizers import check_supported, initialize, refuse_multi_optimizer
-from .ranks import Ranks, Sharded
+from .ranks import Ranks, Sharded, check_same_group
 from .scaler import GradScaler
 from .state import LOADED, State, emptied, parse, replace, take, write
 from .trees import flatten, match, restore, snapshot
@@ -37,11 +37,11 @@ class LossScaleOptimizer(Optimizer):
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
         masters (str): How to store master weights: ``"float32"``, or ``"remainder"`` to
-            store only the rounding error, in 16 bits. This takes two bytes less per
+            store only the rounding error, in 16 bits. This saves two bytes per
             half-precision parameter, but is slower on CPUs. Default: ``"float32"``.
         moments (str): The dtype of state arrays that have their parameter's own shape:
-            ``"float32"``, or ``"bfloat16"`` to store them in half the bytes, with a
-            dither instead of rounding to the nearest. Only for optimizers from
+            ``"float32"``, or ``"bfloat16"`` to store them in half the bytes, with
+            dithering instead of rounding to nearest. Only for optimizers from
             ``mlx.optimizers``. Default: ``"float32"``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
             all of them apply a step or none does. Default: the group of ``scaler``.
@@ -88,23 +88,18 @@ class LossScaleOptimizer(Optimizer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
-        if group is not None and self.scaler.group not in (None, group):
-            raise ValueError(
-                "The scaler was created with a different group. Pass the same group to "
-                "the scaler and the optimizer."
-            )
+        group = check_same_group(self.scaler.group, group)
         self._clips = max_grad_norm is not None
-        self._ranks = Ranks(
-            self.scaler.group if group is None else group, average, sharded, self._clips
-        )
+        self._ranks = Ranks(group, average, sharded, self._clips)
         self._masters = Masters(masters)
         self._moments = moments
-        self._is_loaded = False  # whether init() has yet to check a loaded state
+        # The parts of a loaded state that init() has yet to check.
+        self._loaded: tuple[str, ...] = ()
         limit = mx.array(float(max_grad_norm or "inf"))
         self._share_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
 
     def _share_state(self, norms: dict[str, mx.array]) -> None:
-        """Make the state from the dicts of the optimizer, scaler and master weights."""
+        """Make the state from the dicts of all parts, and register with the scaler."""
         parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
         entries = parts | self._masters.state | norms
         self._state: State = State(self.optimizer, entries)
@@ -140,19 +135,17 @@ class LossScaleOptimizer(Optimizer):
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
-            loaded = take(self.state) if self._is_loaded else None
+            loaded = take(self.state, self._loaded)
             initialize(self.optimizer, parameters, DTYPES[self._moments])
             for path, x in flatten(parameters):
                 if x.dtype in HALF:
                     self._masters.add(path, x)
-            if loaded is not None:
-                replace(self.state, loaded, LOADED)
-                # A saved list ends at its last array.
+            if loaded and not replace(self.state, loaded, self._loaded):
                 initialize(self.optimizer, parameters, DTYPES[self._moments])
         except BaseException:
             restore(before)
             raise
-        self._is_loaded, self._initialized = False, True
+        self._loaded, self._initialized = (), True
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
@@ -182,11 +175,21 @@ class LossScaleOptimizer(Optimizer):
         self._scaler.update()
         return new
 
-    def _participant(self) -> Participant:
-        """Describe this optimizer to its scaler."""
-        norms = self._state if self._clips else None
-        stored = self._masters, DTYPES[self._moments]
-        return Participant(self.optimizer, self._ranks, *stored, norms)
+    def _participant(self, scaler: GradScaler) -> Participant:
+        """Describe this optimizer to its scaler; raise if it has another one."""
+        if scaler is not self._scaler:
+            raise ValueError(
+                "This LossScaleOptimizer was created with another scaler. Pass this "
+                "one to it, LossScaleOptimizer(optimizer, scaler), or call its own "
+                "update(model, grads)."
+            )
+        return Participant(
+            self.optimizer,
+            self._ranks,
+            masters=self._masters,
+            moments=DTYPES[self._moments],
+            norms=self._state if self._clips else None,
+        )
 
     @property
     def scaler(self) -> GradScaler:
@@ -273,25 +276,24 @@ class LossScaleOptimizer(Optimizer):
         if isinstance(state, State) and state.owner is self.optimizer:
             self._attach(state)
             return
-        loaded, fields = parse(state, self.scaler.state)
+        loaded, fields = parse(state, self.state)
+        parts = LOADED if fields else LOADED[:1]
         if self._initialized:
-            # init() has to complete what a third-party optimizer has added: a saved
-            # list ends at its last array.
-            parts = LOADED if fields else ("optimizer.",)
             self._initialized = replace(self.state, loaded, parts)
         else:
             write(self.state, loaded)
-            self._is_loaded = fields is not None
+            self._loaded = parts
         if fields:
             self.scaler._fill(fields)
 
     def _attach(self, state: State) -> None:
-        """Use another state of this optimizer instead of the current one."""
+        """Use a state that this optimizer had earlier, or an emptied one."""
         if state is not self._state:
+            state["max_grad_norm"] = self._state["max_grad_norm"]
             self._state = state
             self._masters.state = {name: state[name] for name in self._masters.state}
             self.optimizer.state = state["optimizer"]
-            self._initialized = self._is_loaded = False  # init() keeps this state
+            self._loaded, self._initialized = (), False  # init() keeps this state
 
     def __getstate__(self) -> dict[str, Any]:
         norms = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -309,6 +311,11 @@ class LossScaleOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("optimizer")
+        if name == "optimizer" and inner is not None:
+            raise AttributeError(
+                "The inner optimizer cannot be replaced. Create a new "
+                f"{type(self).__name__}."
+            )
         own = name.startswith("_") or hasattr(type(self), name) or name in vars(self)
         if own or not hasattr(inner, name):
             super().__setattr__(name, value)

@@ -6,6 +6,7 @@ block until that rank makes another call or exits.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -13,12 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_map_with_path
 
 from .finite import global_norm
 from .masters import to_float32
 from .optimizers import single_optimizers
-from .trees import flatten, is_floating
+from .trees import dtype_name, flatten, is_floating
 
 Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
@@ -31,8 +31,8 @@ _BUCKET_BYTES = 32 * 2**20
 _MAGIC = b"gs\xff\x7f"
 _SAME_SETTINGS = "Create the same optimizer and scaler on every rank."
 _SAME_WEIGHTS = (
-    "Create the same model on every rank. To copy rank 0's weights, use "
-    "mlx_gradscale.distributed.broadcast()."
+    "Create the same model on every rank, and freeze the same layers. To copy rank 0's "
+    "weights, use mlx_gradscale.distributed.broadcast()."
 )
 _LISTED = 8
 
@@ -44,6 +44,20 @@ def check_group(group: Any) -> None:
             "group must be an mx.distributed.Group, such as mx.distributed.init(), or "
             f"None; got {group!r}."
         )
+
+
+def check_same_group(first: Group | None, second: Group | None) -> Group | None:
+    """Return the group that a scaler and its optimizer were given, or raise."""
+    check_group(second)
+    if first is None or second is None:
+        return first if second is None else second
+    # Each call of mx.distributed.init() returns a new object.
+    if (first.rank(), first.size()) != (second.rank(), second.size()):
+        raise ValueError(
+            "The scaler was created with a different group. Pass the same group to "
+            "the scaler and the optimizer."
+        )
+    return second
 
 
 def is_single(group: Group | None) -> bool:
@@ -70,6 +84,7 @@ class Ranks:
                 "average= and sharded= require a group. Pass "
                 "group=mx.distributed.init()."
             )
+        # A norm over all ranks must count copies once, and shards on every rank.
         if group is not None and clips and not is_known:
             raise ValueError(
                 "max_grad_norm= with a group requires average= or sharded=. Pass "
@@ -80,8 +95,8 @@ class Ranks:
         self.average = average
         self.sharded = sharded
         self.is_single = is_single(group)
-        # Averaged gradients are equal on all ranks, so all ranks decide alike.
-        self._decides_alone = self.is_single or (average and not sharded)
+        # Averaged gradients are equal on all ranks, so the ranks need not agree.
+        self.decide_alike = self.is_single or (average and not sharded)
         # The shapes of the parameters that the ranks have compared, without shards.
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
@@ -89,13 +104,16 @@ class Ranks:
         """Return whether the gradient or parameter at ``path`` is a shard."""
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
-    def averaged(self, gradients: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> "Ranks":
+        return copy(self)  # a copy communicates with the same ranks
+
+    def averaged(self, gradients: ByPath) -> ByPath:
         """Average the gradients over the group in float32; return shards unchanged.
 
         Each bucket waits for the previous one. Otherwise, if only one rank reads a
         value such as the norm, that rank could send its buckets in a different order.
         """
-        copies = self._copies(gradients)
+        copies = self._without_shards(gradients)
         self._check_shapes(copies)
         own = {path: to_float32(x) for path, x in copies.items() if is_floating(x)}
         # In reverse, because the gradients of the last layers are ready first, and
@@ -112,17 +130,15 @@ class Ranks:
             values = mx.depends(values, last) if last else values
             last = nn.average_gradients(values, self.group, all_reduce_size=2**62)
             own.update(zip(paths, last, strict=True))
-        return tree_map_with_path(lambda path, x: own.get(path, x), gradients)
+        return gradients | own
 
-    def agree(self, finite: mx.array, is_averaged: bool = True) -> mx.array:
+    def agree(self, finite: mx.array) -> mx.array:
         """Return, on every rank, whether ``finite`` is true on all ranks.
-
-        ``is_averaged`` is false if the flag is of gradients before they are averaged.
 
         A single four-byte all-reduce sums the flags. A maximum of the gradients could
         lose a NaN, depending on the order of the ranks.
         """
-        if self.is_single or (self._decides_alone and is_averaged):
+        if self.is_single:
             return finite
         n_bad = mx.logical_not(finite).astype(mx.int32)
         return mx.distributed.all_sum(n_bad, group=self.group) == 0
@@ -135,7 +151,7 @@ class Ranks:
         A single four-byte all-reduce also carries the finite flag: squares cannot
         cancel, so inf or NaN on one rank makes the sum inf or NaN.
         """
-        if self._decides_alone or self.group is None:
+        if self.decide_alike or self.group is None:
             return global_norm(list(scaled.values()), inverse, list(others.values()))
         square = mx.array(0.0)
         for is_shard, n_copies in ((True, 1), (False, self.group.size())):
@@ -159,7 +175,7 @@ class Ranks:
             place = f"optimizers.{i}." if part is not optimizer else ""
             settings |= {f"{place}{k}": x for k, x in own.items() if k[0] != "_"}
         plain = {name: text for name, x in settings.items() if (text := _as_text(x))}
-        copies = self._copies(parameters)
+        copies = self._without_shards(dict(flatten(parameters)))
         # Without averaging, the ranks may have different values.
         kinds = {path: _describe(x, self.average) for path, x in copies.items()}
         tables = gather([plain, kinds], self.group, "init")  # type: ignore[arg-type]
@@ -168,22 +184,24 @@ class Ranks:
                 raise ValueError("\n".join([*lines, remedy]))
         self._shapes = {path: x.shape for path, x in copies.items()}
 
-    def _copies(self, tree: Any) -> ByPath:
-        """Return the arrays that all ranks have, by path: all except shards."""
-        return {path: x for path, x in flatten(tree) if not self.is_shard(path, x)}
+    def _without_shards(self, arrays: ByPath) -> ByPath:
+        """Return the arrays of which every rank has a copy."""
+        return {p: x for p, x in arrays.items() if not self.is_shard(p, x)}
 
     def _check_shapes(self, gradients: ByPath) -> None:
         """Raise if gradients do not match the parameters that the ranks have compared.
 
         If another rank sends more or fewer bytes than expected, MLX raises no error,
-        and weights become infinite. Only the rank that differs can tell in time.
+        and weights become infinite. Only the rank whose gradients differ can detect
+        this before it sends them.
         """
         found = {path: x.shape for path, x in gradients.items()}
-        expected = found if self._shapes is None else self._shapes
-        for path in sorted(expected.keys() | found.keys()):
+        if self._shapes is None:
+            return
+        for path in sorted(self._shapes.keys() | found.keys()):
             wanted, got = (
                 f"a gradient of shape {shapes[path]}" if path in shapes else "none"
-                for shapes in (expected, found)
+                for shapes in (self._shapes, found)
             )
             if wanted != got:
                 raise ValueError(
@@ -241,7 +259,7 @@ def list_differences(tables: list[Mapping[str, str]]) -> list[str]:
 def _as_text(value: Any) -> str:
     """Return a setting as text, or "" for objects, whose text is not comparable."""
     if isinstance(value, mx.array):
-        return str(np.array(value))
+        return str(np.array(to_float32(value)))
     try:
         json.dumps(value)
     except TypeError:
@@ -250,9 +268,10 @@ def _as_text(value: Any) -> str:
 
 
 def _describe(x: mx.array, has_checksum: bool) -> str:
-    text = f"{x.dtype} {x.shape}".removeprefix("mlx.core.")
+    text = f"{dtype_name(x)} {x.shape}"
     if not has_checksum:
         return text
+    # Computed on the device: the sum of all bytes, each times a number for its place.
     bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
     places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
     return f"{text} with checksum {(bits * places).sum().item():08x}"

@@ -4,9 +4,8 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,13 +16,13 @@ from . import scale as rule
 from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
-from .gradients import Backward, refuse_scaled, unscale, unscale_in_place
+from .gradients import Backward, Passes, refuse_scaled, unscale, unscale_in_place
 from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, is_floating, match, tree_of
+from .trees import Leaf, Writes, commit, match, tree_of
 
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
@@ -32,14 +31,22 @@ _START_AFRESH = (
 )
 
 
-@dataclass
-class _Stage:
+class _Stage(NamedTuple):
     """The progress of one optimizer since the last ``update()``."""
 
     optimizer: Optimizer  # referenced to keep its id unique
     ranks: Ranks
-    finite: mx.array
-    stepped: bool = False
+    # Whether the gradients passed to unscale_() were finite; None after step().
+    finite: mx.array | None
+
+
+class _State(dict[str, mx.array]):
+    """The state of a scaler, and how far the current iteration has got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By the id of the optimizer. compile_step() restores it after an error.
+        self.stages: dict[int, _Stage] = {}
 
 
 class GradScaler:
@@ -127,14 +134,14 @@ class GradScaler:
         self._enabled = bool(enabled)
         self._ranks = Ranks(group)
         self._mode: str | None = None
-        self._state: dict[str, mx.array] = {}
+        self._state = _State()
         self._begin()
-        defaults = {name: default for name, (_, default) in rule.FIELDS.items()}
-        self._fill(defaults | values)
+        self._fill(rule.DEFAULTS | values)
 
     def _begin(self) -> None:
+        """Create what is not copied or pickled."""
         self._backward = Backward(self._state)
-        self._stages: dict[int, _Stage] = {}
+        self._stages = self._state.stages
         # The optimizers that were created with this scaler, or stepped by it.
         self._users = weakref.WeakValueDictionary[int, Optimizer]()
         self._skip_watch = SkipWatch()
@@ -145,7 +152,7 @@ class GradScaler:
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
         # Whether to warn about gradients that were not scaled.
-        self._scales = values["scale"] != 1 or values["dynamic"]
+        self._expects_scaling = values["scale"] != 1 or values["dynamic"]
 
     @property
     def state(self) -> dict[str, mx.array]:
@@ -199,7 +206,7 @@ class GradScaler:
             >>> grads["bias"], model.weight.dtype
             (array([1], dtype=float32), mlx.core.float32)
         """
-        check_model(model, "value_and_grad", "mx.value_and_grad with scale_loss()")
+        _check_model(model, "mx.value_and_grad with scale_loss()")
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
         refuse_scaled(loss_fn)
@@ -293,9 +300,10 @@ class GradScaler:
                 "The second argument of unscale_() must be the gradients, got a model."
             )
         stage = self._stages.get(id(optimizer))
+        is_stepped = stage is not None and stage.finite is None
         is_scaled = self._mode == _SCALED
-        if stage and (is_scaled or stage.stepped):
-            when = "after step()" if stage.stepped else "twice"
+        if is_stepped or (stage and is_scaled):
+            when = "after step()" if is_stepped else "twice"
             raise RuntimeError(
                 f"unscale_() was called {when} for this optimizer since the last "
                 "update(). Call unscale_(), step() and update() once, in this order. "
@@ -303,6 +311,8 @@ class GradScaler:
             )
         inverse = self._backward.inverse_scale() if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
+        if stage is not None and stage.finite is not None:
+            finite = finite & stage.finite
         self._stages[id(optimizer)] = _Stage(optimizer, participant.ranks, finite)
         return grads if inverse is None else unscale_in_place(grads, inverse)
 
@@ -332,11 +342,11 @@ class GradScaler:
             >>> scaler.step(optimizer, model, grads)
             array(False, dtype=bool)
         """
-        check_model(model, "step", "apply_gradients()")
         if not self._enabled and not is_wrapper(optimizer):
+            _check_model(model, "apply_gradients()")
             optimizer.update(model, grads)
         else:
-            self._step(optimizer, grads, model, is_last=False, is_tree=False)
+            self._step(optimizer, model, grads, is_last=False)
         return self._state["last_step_applied"]
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
@@ -347,40 +357,47 @@ class GradScaler:
         """
         if not self._enabled and not is_wrapper(optimizer):
             return optimizer.apply_gradients(grads, parameters)
-        return self._step(optimizer, grads, parameters, is_last=False, is_tree=True)
+        leaves, new, writes = self._plan(optimizer, grads, parameters, is_last=False)
+        commit(writes)
+        return tree_of({x.path: x.parameter for x in leaves} | new, grads)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
         if not self._enabled and not is_wrapper(optimizer):
             return self.step(optimizer, model, grads)
-        check_model(model, "minimize", "apply_gradients()")
-        self._step(optimizer, grads, model, is_last=True, is_tree=False)
+        self._step(optimizer, model, grads, is_last=True)
         self._end_iteration()
         return self._state["last_step_applied"]
 
     def _participant(self, optimizer: Any) -> Participant:
         if is_wrapper(optimizer):
-            if optimizer.scaler is not self:
-                raise ValueError(
-                    "This LossScaleOptimizer was created with another scaler. Pass "
-                    "this one to it, LossScaleOptimizer(optimizer, scaler), or call "
-                    "its own update(model, grads)."
-                )
-            wrapped: Participant = optimizer._participant()
+            wrapped: Participant = optimizer._participant(self)
             return wrapped
         check_supported(optimizer)
         return Participant(optimizer, self._ranks)
 
     def _step(
-        self, optimizer: Any, grads: Any, parameters: Any, is_last: bool, is_tree: bool
-    ) -> Any:
-        """Step and, if ``is_last``, update the scale.
+        self, optimizer: Any, model: nn.Module, grads: Any, is_last: bool
+    ) -> None:
+        """Update a model and, if ``is_last``, the scale."""
+        _check_model(model, "apply_gradients()")
+        leaves, new, writes = self._plan(optimizer, grads, model, is_last)
+        for leaf in leaves:
+            if leaf.path in new:
+                writes.append((leaf.container, leaf.key, new[leaf.path]))
+        commit(writes)
 
-        Update a model in place, or return the new parameters if ``is_tree``.
+    def _plan(
+        self, optimizer: Any, grads: Any, parameters: Any, is_last: bool
+    ) -> tuple[list[Leaf], dict[str, mx.array], Writes]:
+        """Plan a step and, if ``is_last``, an update of the scale.
+
+        Return the gradients with their parameters, the new parameters by path, and the
+        writes to the state of the optimizer and the scaler.
         """
         participant = self._participant(optimizer)
         stage = self._stages.get(id(optimizer))
-        if stage and stage.stepped:
+        if stage and stage.finite is None:
             raise RuntimeError(
                 "step() was called twice for this optimizer since the last update(). "
                 "Call update() once per iteration. If step() runs inside mx.compile, "
@@ -390,46 +407,36 @@ class GradScaler:
         if self._mode == _SCALED and not stage and not is_model and arrays(grads):
             grads = unscale(grads, self._backward.inverse_scale())
         leaves = match(grads, parameters)
-        self._check_leaves(leaves, participant)
+        self._backward.check_unscaled(leaves)
+        if self._enabled:
+            self._warn_about(leaves, participant)
         if needs_init(optimizer) or needs_init(participant.optimizer):
             trained = tree_of({x.path: x.parameter for x in leaves}, grads)
-            if participant.masters is None:
-                initialize(optimizer, trained)
-            elif isinstance(parameters, nn.Module):
-                optimizer.init(parameters.trainable_parameters())
-            else:
+            if is_wrapper(optimizer):
                 optimizer.init(trained)
+            else:
+                initialize(optimizer, trained)
         if participant.ranks.average:
-            grads = participant.ranks.averaged(grads)
-            leaves = match(grads, parameters)
-        inspected = inspect(leaves, participant, stage.finite if stage else None)
-        if not self._enabled:
-            inspected = inspected._replace(applied=mx.array(True))
-        new, writes = plan(participant, grads, inspected)
-        if self._enabled:
-            self._users[id(optimizer)] = optimizer
-            writes += self._writes(inspected.applied, is_last)
-            done = _Stage(optimizer, participant.ranks, inspected.applied, stepped=True)
-            writes.append((self._stages, id(optimizer), done))
-        if is_tree:
-            commit(writes)
-            return tree_of({x.path: x.parameter for x in leaves} | new, grads)
-        for leaf in leaves:
-            if leaf.path in new:
-                writes.append((leaf.container, leaf.key, new[leaf.path]))
-        commit(writes)
-        return None
-
-    def _check_leaves(self, leaves: list[Leaf], participant: Participant) -> None:
-        self._backward.check_unscaled(leaves)
-        is_alone = participant.ranks.is_single
-        if is_alone and not any(is_floating(x.gradient) for x in leaves):
+            averaged = participant.ranks.averaged({x.path: x.gradient for x in leaves})
+            leaves = [x._replace(gradient=averaged[x.path]) for x in leaves]
+        inputs = inspect(leaves, participant, stage.finite if stage else None)
+        if not inputs.parameters and participant.ranks.is_single:
             raise ValueError(
                 "No floating-point parameter has a gradient. Unfreeze some parameters."
             )
         if not self._enabled:
-            return
-        if self._mode is None and self._scales:
+            inputs = inputs._replace(applied=mx.array(True))
+        new, writes = plan(participant, grads, inputs)
+        if self._enabled:
+            self._users[id(optimizer)] = optimizer
+            writes += self._advance(optimizer, inputs.applied, is_last)
+            done = _Stage(optimizer, participant.ranks, finite=None)
+            writes.append((self._stages, id(optimizer), done))
+        return leaves, new, writes
+
+    def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
+        """Warn about gradients that may have underflowed, and updates that are lost."""
+        if self._mode is None and self._expects_scaling:
             self._backward.warn_once("other gradients")
         if participant.masters is not None:
             return
@@ -472,24 +479,26 @@ class GradScaler:
                 "batch, unscale_(). If step() runs inside mx.compile, call update() in "
                 "the same function."
             )
-        commit(self._writes(None, is_last=True))
+        commit(self._advance(None, None, is_last=True))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
         self._stages.clear()
+        self._backward.passes = Passes()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
-    def _writes(self, applied: mx.array | None, is_last: bool) -> Writes:
-        """Return the state writes of a step and, if ``is_last``, of ``update()``.
+    def _advance(
+        self, optimizer: Optimizer | None, applied: mx.array | None, is_last: bool
+    ) -> Writes:
+        """Return the writes to the state after a step and, if ``is_last``, an update.
 
-        ``applied`` is None for ``update()`` by itself.
+        An ``update()`` by itself has no ``optimizer`` and no ``applied``.
         """
-        # Gradients that were unscaled but not stepped count too.
-        finite = []
+        unstepped = []  # gradients that were unscaled but not stepped count too
         for stage in self._stages.values() if is_last else ():
-            if not stage.stepped:
-                finite.append(stage.ranks.agree(stage.finite, is_averaged=False))
-        changed = _advance(self._state, applied, finite if is_last else None)
+            if stage.finite is not None and stage.optimizer is not optimizer:
+                unstepped.append(stage.ranks.agree(stage.finite))
+        changed = _advanced(self._state, applied, unstepped if is_last else None)
         return [(self._state, name, value) for name, value in changed.items()]
 
     def get_scale(self) -> float:
@@ -591,32 +600,30 @@ class GradScaler:
         return kept | {"_state": rule.read(self._state)}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        vars(self).update(pickled, _state={})
+        vars(self).update(pickled, _state=_State())
         self._begin()
         self._fill(pickled["_state"])
 
 
 @mx.compile
-def _advance(
-    state: dict[str, mx.array], applied: mx.array | None, finite: list[mx.array] | None
+def _advanced(
+    state: dict[str, mx.array],
+    applied: mx.array | None,
+    unstepped: list[mx.array] | None,
 ) -> dict[str, mx.array]:
-    """Return the fields changed by a step, an update, or both.
-
-    ``applied`` is None without a step, and ``finite``, the flags of gradients that were
-    not stepped, is None without an update.
-    """
+    """Count a step, if there is ``applied``; update, if there is a list of flags."""
     changed = {} if applied is None else rule.count_step(state, applied)
-    if finite is not None:
+    if unstepped is not None:
         # Skips are counted in the state, so that compiled steps count as well.
-        n_skips = (state | changed)["skips_since_update"]
-        changed |= rule.next_scale(state, reduce(mx.logical_and, finite, n_skips == 0))
+        has_no_skips = (state | changed)["skips_since_update"] == 0
+        finite = reduce(mx.logical_and, unstepped, has_no_skips)
+        changed |= rule.next_scale(state, finite)
     return root_of(changed)
 
 
-def check_model(model: Any, method: str, instead: str) -> None:
-    """Raise if ``model``, an argument of ``method``, is not an ``nn.Module``."""
+def _check_model(model: Any, instead: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"The model passed to {method}() must be an nn.Module, got "
-            f"{type(model).__name__}. For a tree of parameters, use {instead}."
+            f"The model must be an nn.Module, got {type(model).__name__}. For a tree "
+            f"of parameters, use {instead}."
         )

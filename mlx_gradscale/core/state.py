@@ -13,11 +13,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from .finite import all_finite
 from .moments import cast_moments
 from .optimizers import is_builtin, single_optimizers
-from .scale import FIELDS, TORCH_KEYS, clamp_and_check, read_field
-from .trees import CONTAINERS, commit, slots
+from .scale import DEFAULTS, TORCH_KEYS, clamp_and_check, read_field
+from .trees import CONTAINERS, commit, dtype_name, slots
 
 # What a load replaces: all entries except the scaler's fields, which the scaler loads
-# itself, and max_grad_norm, which is a setting.
+# itself, and max_grad_norm, which is a setting. A plain optimizer's state has only the
+# first part.
 LOADED = ("optimizer.", "masters.", "written.", "remainders.", "grad_norm")
 _CONSTANTS = (bool, int, float, str, type(None))
 _SAME = "Load a state that was saved with the same model, optimizer and masters=."
@@ -27,7 +28,8 @@ class State(dict[str, Any]):
     """The state of a wrapper; keys that it lacks refer to the inner optimizer's state.
 
     Its values are the dicts that the inner optimizer, the scaler and the master weights
-    use themselves, so that ``mx.compile`` captures them.
+    use themselves, so that ``mx.compile`` captures them. ``state["step"]``, as trainers
+    write it for a plain optimizer, works, but ``"step" in state`` is False.
     """
 
     def __init__(self, owner: Optimizer, entries: dict[str, Any]):
@@ -60,19 +62,20 @@ def emptied(state: State) -> State:
     return State(state.owner, state | blank | {"optimizer": state.owner.state})
 
 
-def parse(
-    saved: Any, scaler: dict[str, mx.array]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def parse(saved: Any, state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return a saved state by path, and the fields of the scaler; raise if invalid.
 
-    ``scaler`` is the current state of the scaler. The fields are None if the state is
-    that of a plain optimizer.
+    ``state`` is the current one. The fields are None if the saved state is that of a
+    plain optimizer.
     """
+    is_third_party = not is_builtin(state.owner)
+    if not isinstance(saved, dict):
+        raise TypeError(f"The state must be a dict, got {type(saved).__name__}.")
     loaded = dict(tree_flatten(saved))
     fields = None
-    if any(f"scaler.{name}" in loaded for name in FIELDS):
+    if any(f"scaler.{name}" in loaded for name in DEFAULTS):
         loaded.pop("max_grad_norm", None)
-        fields = _take_fields(loaded, scaler)
+        fields = _take_fields(loaded, state["scaler"])
     else:
         loaded = {f"optimizer.{path}": x for path, x in loaded.items()}
     if not any(path.startswith("optimizer.") for path in loaded):
@@ -80,16 +83,19 @@ def parse(
     for path, x in loaded.items():
         # A third-party optimizer may keep Python values in its state.
         if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):
-            _check_array(path, x)
+            _check_array(path, x, is_third_party)
     # Evaluate now, while the file exists, and not inside a trace.
     mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
     return loaded, fields
 
 
 def _take_fields(loaded: dict[str, Any], scaler: dict[str, mx.array]) -> dict[str, Any]:
-    """Remove the scaler's fields and return them, with defaults for later ones."""
+    """Remove the scaler's fields and return them.
+
+    A state that an older version saved may lack fields; they take their defaults.
+    """
     fields = {}
-    for name, (_, default) in FIELDS.items():
+    for name, default in DEFAULTS.items():
         x = loaded.pop(f"scaler.{name}", None)
         if x is None and name not in TORCH_KEYS.values():
             fields[name] = default
@@ -102,8 +108,10 @@ def _take_fields(loaded: dict[str, Any], scaler: dict[str, mx.array]) -> dict[st
 def replace(state: State, loaded: dict[str, Any], parts: tuple[str, ...]) -> bool:
     """Replace the arrays of an initialized state, or raise if they do not match.
 
-    ``parts`` are the prefixes of the paths to replace. Return whether nothing was
-    added: a third-party optimizer may add to its state during a step.
+    ``parts`` are the prefixes of the paths to replace. A third-party optimizer may add
+    to its state during a step. Then whole lists are replaced by saved ones, which end
+    at their last array, and the result is False: :func:`initialize` has to complete
+    them.
     """
     places = {".".join(map(str, path)): (box, key) for path, box, key in slots(state)}
     here = {path: place for path, place in places.items() if path.startswith(parts)}
@@ -118,7 +126,8 @@ def replace(state: State, loaded: dict[str, Any], parts: tuple[str, ...]) -> boo
         )
     if added:
         write(state, loaded)
-    commit((box, key, loaded[path]) for path, (box, key) in here.items())
+    else:
+        commit((box, key, loaded[path]) for path, (box, key) in here.items())
     return not added
 
 
@@ -141,15 +150,17 @@ def write(state: State, loaded: dict[str, Any]) -> None:
             state[name][own_path] = x
 
 
-def take(state: State) -> dict[str, Any]:
+def take(state: State, parts: tuple[str, ...]) -> dict[str, Any]:
     """Remove and return, by path, what was loaded before the parameters were known.
 
     The values come from the state, where ``mx.compile`` may have put tracers.
     """
-    found = {p: x for p, x in tree_flatten(state) if p.startswith(LOADED)}
+    found = {p: x for p, x in tree_flatten(state) if p.startswith(parts)}
+    if parts:
+        _remove_moments(state.owner)
     for name in ("masters", "written", "remainders"):
-        state[name].clear()
-    _remove_moments(state.owner)
+        if f"{name}." in parts:
+            state[name].clear()
     return found
 
 
@@ -170,19 +181,22 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
     if not isinstance(there, mx.array):
         raise ValueError(f"The state has no array {path!r}. {_SAME}")
     # The saved bits may belong to a weight of the other half-precision dtype.
-    is_cast = here.dtype != there.dtype and not path.startswith("written.")
-    if here.shape != there.shape or is_cast:
+    is_other = here.dtype != there.dtype and not path.startswith("written.")
+    if here.shape != there.shape or is_other:
         raise ValueError(
-            f"{path!r} is {there.dtype} with shape {there.shape} in the state, but "
-            f"{here.dtype} with shape {here.shape} in this optimizer. {_SAME}"
+            f"{path!r} is {dtype_name(there)} with shape {there.shape} in the state, "
+            f"but {dtype_name(here)} with shape {here.shape} in this optimizer. {_SAME}"
         )
 
 
-def _check_array(path: str, x: Any) -> None:
+def _check_array(path: str, x: Any, is_third_party: bool) -> None:
     if not isinstance(x, mx.array):
         raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
-    # The gradient norm of a skipped step is non-finite.
-    if path != "grad_norm" and not all_finite(x):
+    # The gradient norm of a skipped step is non-finite, and a third-party optimizer may
+    # keep, for example, the best loss so far, which starts as inf.
+    may_be = path == "grad_norm" or (is_third_party and path.startswith("optimizer."))
+    if not may_be and not all_finite(x):
         raise ValueError(
-            f"The state contains non-finite values in {path!r}. Load an earlier one."
+            f"The state contains non-finite values in {path!r}. Load an earlier "
+            "checkpoint."
         )

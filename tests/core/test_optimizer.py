@@ -63,6 +63,8 @@ def test_attributes_of_the_wrapped_optimizer_are_read_and_set_through_the_wrappe
     assert not hasattr(inner, "note")
     with pytest.raises(AttributeError):
         optimizer.scaler = GradScaler()
+    with pytest.raises(AttributeError, match="Create a new LossScaleOptimizer"):
+        optimizer.optimizer = optim.SGD(0.1)
     with pytest.raises(AttributeError, match=r"AdamW.*nonsense"):
         optimizer.nonsense  # noqa: B018
     assert pickled(optimizer).weight_decay == 0.0

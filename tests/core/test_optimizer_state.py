@@ -262,6 +262,30 @@ def test_state_of_another_model_that_was_set_before_init_is_refused_by_init():
 
 
 @pytest.mark.parametrize("when", ["before init", "after init"])
+@pytest.mark.parametrize("shape", [None, (3,)], ids=["missing", "other shape"])
+def test_plain_state_of_another_model_is_refused(when, shape):
+    weights, plain = {"w": mx.ones(2), "x": mx.ones(2)}, optim.Adam(0.1)
+    other = {"w": mx.ones(2)} | ({} if shape is None else {"x": mx.ones(shape)})
+    plain.apply_gradients(other, other)
+    optimizer = GuardedOptimizer(optim.Adam(0.1))
+
+    def load():
+        if when == "after init":
+            optimizer.init(weights)
+        optimizer.state = plain.state
+        optimizer.init(weights)
+
+    with pytest.raises(ValueError, match=r"'optimizer\.x\.m'.*same model"):
+        load()
+
+
+@pytest.mark.parametrize("state", [[mx.ones(1)], "a path", 3])
+def test_state_that_is_not_a_dict_is_refused(state):
+    with pytest.raises(TypeError, match="must be a dict, got"):
+        wrapped().state = state
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
 @pytest.mark.parametrize("others", [(), ("grad_norm",), ("masters", "written")])
 def test_state_without_the_wrapped_optimizer_is_refused(when, others):
     training = Training(compiled=False, init=when == "after init")
@@ -284,6 +308,15 @@ def test_parameter_of_another_shape_is_refused_and_changes_nothing(dtype, shape,
     with pytest.raises(ValueError, match=r"'w' has shape|shape of a parameter changed"):
         optimizer.apply_gradients(weights, weights)
     assert bits(optimizer.state) == before
+
+
+def test_state_that_is_assigned_again_keeps_the_present_max_grad_norm():
+    optimizer = wrapped(max_grad_norm=1.0)
+    state = optimizer.state
+    optimizer.state = {}
+    optimizer.max_grad_norm = 5.0
+    optimizer.state = state
+    assert optimizer.max_grad_norm == 5.0
 
 
 def test_pending_state_is_discarded_when_the_state_is_emptied():

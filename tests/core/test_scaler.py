@@ -85,6 +85,10 @@ def test_unscale_without_a_step_drops_a_batch_and_updates_the_scale():
     loss_and_grad(*batch())
     with pytest.raises(RuntimeError, match=r"to drop a batch, unscale_\(\)"):
         scaler.update()
+    for factor in (INF, 1.0):  # all gradients that were unscaled count
+        scaler.unscale_(optimizer, loss_and_grad(batch()[0] * factor, batch()[1])[1])
+    scaler.update()
+    assert scaler.get_scale() == 256.0
 
 
 def test_submodule_can_be_stepped_alone_or_through_the_whole_model():

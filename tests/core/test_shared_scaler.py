@@ -115,6 +115,21 @@ def test_wrapper_may_update_by_itself_once_it_has_the_scaler_alone():
     assert optimizer.step.item() == 1
 
 
+def test_wrappers_of_parts_of_a_model_have_state_only_for_their_parts():
+    model, scaler = Mlp(dtype=mx.float16), GradScaler(8.0)
+    pair = [LossScaleOptimizer(optim.Adam(1e-3), scaler) for _ in range(2)]
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    _, gradients = loss_and_grad(*batch(dtype=mx.float16))
+    first, second = gradients["layers"]
+    scaler.step(pair[0], model, {"layers": [first]})
+    scaler.step(pair[1], model, {"layers": [{}, second]})
+    scaler.update()
+    for i, optimizer in enumerate(pair):
+        owners = {path.split(".")[1] for path in optimizer.state["masters"]}
+        assert owners == {str(i)}
+        assert optimizer.step.item() == 1
+
+
 def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
     scaler, weights = GradScaler(enabled=False), {"w": mx.ones(1, mx.float16)}
     pair = [LossScaleOptimizer(optim.SGD(1e-4), scaler) for _ in range(2)]

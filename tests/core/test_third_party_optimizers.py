@@ -320,6 +320,18 @@ def test_copy_of_a_wrapped_third_party_optimizer_steps_like_the_original(make, c
     assert same(*results)
 
 
+def test_state_of_a_third_party_optimizer_may_contain_inf():
+    class Best(optim.SGD):
+        def __init__(self):
+            super().__init__(0.1)
+            self.state["best"] = mx.array(mx.inf)
+
+    optimizer, other = (GuardedOptimizer(Best()) for _ in range(2))
+    optimizer.init({"w": mx.ones(2)})
+    other.state = dict(tree_flatten(optimizer.state))
+    assert other.state["best"].item() == mx.inf
+
+
 @pytest.mark.parametrize("when", ["before init", "after init"])
 @pytest.mark.parametrize("is_plain", [False, True], ids=["wrapped", "plain state"])
 def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, when):

@@ -1,5 +1,6 @@
 """Every rank makes the same decision, in real processes over MLX's ring backend."""
 
+import copy
 import math
 import shutil
 from functools import partial
@@ -203,7 +204,7 @@ def test_ranks_that_make_different_calls_raise_and_name_them(two):
     assert "connection to a peer was lost" in other["save"]
 
 
-@pytest.mark.parametrize("case", ["nothing", "broadcast", "shards"])
+@pytest.mark.parametrize("case", ["nothing", "broadcast", "half", "shards"])
 def test_init_does_not_raise_on_ranks_that_agree(two, case):
     assert [report["differ"][case] for report in two] == [None, None]
 
@@ -281,5 +282,20 @@ def test_wrong_group_arguments_are_refused_with_advice():
                 refuse(group=wrong)
         with pytest.raises(TypeError, match="group must be an mx"):
             broadcast({}, wrong)
-    with pytest.raises(ValueError, match="a different group"):
-        LossScaleOptimizer(sgd, GradScaler(group=mx.distributed.init()), group=group)
+
+
+def test_scaler_and_optimizer_may_each_be_given_the_result_of_init():
+    make = mx.distributed.init  # returns a new object each time
+    scaler = GradScaler(1.0, dynamic=False, group=make())
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler, group=make(), average=True)
+    weights = {"w": mx.ones(1)}
+    optimizer.apply_gradients(weights, weights)
+    other = copy.deepcopy(optimizer)  # shares only the group
+    other.apply_gradients(weights, weights)
+    assert other.group is optimizer.group
+    assert [each.step.item() for each in (optimizer, other)] == [1, 2]
+
+
+def test_group_of_another_size_is_refused(two):
+    for report in two:
+        assert "created with a different group" in report["differ"]["group"]

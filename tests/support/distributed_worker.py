@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, save_checkpoint
 from mlx_gradscale.core import ranks as core_ranks
@@ -201,7 +201,9 @@ def buckets(group):
         tree["large"] = mx.full((3,), 40000.0, mx.float16)
     normal, core_ranks._BUCKET_BYTES = core_ranks._BUCKET_BYTES, 64
     try:
-        mean = core_ranks.Ranks(group, average=True).averaged(trees[group.rank()])
+        own = dict(tree_flatten(trees[group.rank()]))
+        mean = core_ranks.Ranks(group, average=True).averaged(own)
+        mean = tree_unflatten(list(mean.items()))
         for _, x in tree_flatten(mean)[:: 1 if group.rank() else -1]:
             mx.eval(x)
     finally:
@@ -340,8 +342,15 @@ def differ(group):
     init("masters", masters="remainder" if odd else "float32")
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
     init("decay", inner=optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01))
+    init("half", inner=optim.AdamW(mx.array(0.25, mx.bfloat16)))
     mx.random.seed(group.rank())
     init("shards", Deep(1), average=False, sharded=True)
+    alone = mx.distributed.init(backend="mpi")  # not installed, so a group of one
+    assert alone.size() == 1
+    scaler = GradScaler(group=alone)
+    found["group"] = message(
+        lambda: LossScaleOptimizer(optim.SGD(0.1), scaler, group=group)
+    )
     # A scaler constructed on one rank alone must not wait for the others.
     if odd:
         GradScaler(group=group)
