@@ -147,11 +147,11 @@ def explain_overflow(
     # The loss may be finite, but wrong because of an overflow inside a layer.
     trial = replace(trial, reference=trial.run_in_float32(), tolerance=_TOLERANCE)
     run = trial.run(scale=number)
-    if fault is None and run.matches_reference:
+    if fault is None and run.is_good:
         text = "The loss and the gradients match float32."
         return OverflowReport("nothing", None, text, *rest)
     scaled = run_scaled(trial, None, Progress("explain_overflow"))
-    if scaled.matches_reference:
+    if scaled.is_good:
         found = Float32Search([], scale=scaled.scale)
     else:
         found = search([trial], _TOLERANCE)

@@ -32,13 +32,8 @@ class Fault:
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
-    """Return the cause of a bad run, or None if the run is good.
-
-    Without a float32 reference, a run is bad if its loss or a gradient is non-finite.
-    With a reference, the caller has found that the run is bad, and the result is never
-    None. Values far from the reference then count as bad too.
-    """
-    if not run.reference and run.has_finite_gradients and not run.is_loss_off:
+    """Return the cause of a bad run, or None if the run is good."""
+    if run.is_good:
         return None
     given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
     flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch

@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 
 from ..core.forward import Casting, is_opaque
 from ..core.gradients import loss_of
+from ..core.masters import HALF
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
@@ -155,8 +156,8 @@ class Run:
         return not abs(self.loss - self.expected_loss) <= allowed
 
     @property
-    def matches_reference(self) -> bool:
-        """Whether loss and gradients are finite and close to the reference run."""
+    def is_good(self) -> bool:
+        """Whether loss and gradients are finite and close to any reference run."""
         if self.is_loss_off or not self.has_finite_gradients:
             return False
         allowed = min(_GRADIENT_TOLERANCE * self._tolerance, _FARTHEST)
@@ -250,12 +251,11 @@ class Trial:
     name: str = "The batch"
 
     @property
-    def maximum(self) -> float:
-        """bfloat16's largest finite number for a bfloat16 model, else float16's."""
+    def half(self) -> mx.Dtype | None:
+        """The half-precision dtype of the pass; float16 if there are two."""
         own = {x.dtype for x in leaves(self.model.parameters())}
         dtypes = {self.casting.compute_dtype} if self.casting.compute_dtype else own
-        is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
-        return float(mx.finfo(mx.bfloat16 if is_wide else mx.float16).max)
+        return next((dtype for dtype in HALF if dtype in dtypes), None)
 
     def run(
         self,
