@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..files.paths import read_json
-from .calls import has_method, is_inside, ordered_modules
+from .calls import is_inside, ordered_modules
 
 # Joins paths, as in "layers.3 to norm". Paths do not contain spaces.
 TO = " to "
@@ -42,7 +42,7 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
     chains = {chain.entry: chain for chain in found}.values()
     every = {path for chain in chains for path in chain.paths}
     for path in every:
-        if not has_method(type(modules[path]), "__call__"):
+        if not callable(modules[path]):
             raise ValueError(
                 f"{repr(path) if path else 'The model'} does not define __call__. Name "
                 f"the modules inside it, for example '{path}{'.' if path else ''}*'."
@@ -99,7 +99,7 @@ def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     return [
         path
         for path in paths[paths.index(first) + 1 : paths.index(last)]
-        if has_method(type(modules[path]), "__call__")
+        if callable(modules[path])
         and not is_inside(path, first)
         and not is_inside(last, path)
     ]
