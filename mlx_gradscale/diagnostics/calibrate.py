@@ -10,8 +10,7 @@ import mlx.nn as nn
 from ..core.finite import all_finite
 from ..core.forward import Casting
 from ..float32.calls import preserved
-from ..float32.progress import Progress
-from ..float32.trial import Trial
+from ..float32.trial import Progress, Trial
 from .reading import scaler_of
 
 # Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the

@@ -13,10 +13,9 @@ from ..core.gradients import refuse_scaled
 from ..core.scaler import GradScaler
 from ..files.text import power
 from ..float32.faults import find_fault
-from ..float32.progress import Progress
 from ..float32.report import Float32Search
 from ..float32.search import calibration_line, run_scaled, search
-from ..float32.trial import Trial
+from ..float32.trial import Progress, Trial
 from .reading import scale_of
 
 # A model that skips steps may have unusual weights, so allow more than the search does.

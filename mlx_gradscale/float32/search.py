@@ -14,9 +14,8 @@ from ..core.gradients import refuse_scaled
 from ..files.text import dtype_name, power
 from .calls import is_inside, owner_of
 from .faults import find_fault
-from .progress import Progress
 from .report import FIRST_SCALE, Float32Search, Row
-from .trial import Call, Run, Trial, Value, relative_distance
+from .trial import Call, Progress, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
 # The smallest and the largest loss scale to try, and the factor between two.

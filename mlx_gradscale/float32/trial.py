@@ -1,6 +1,8 @@
 """Run a batch forward and backward, and measure the values and gradients of layers."""
 
 import math
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +31,28 @@ from .calls import (
 )
 from .layers import first_half, float32_layers, is_inside_layer
 
+# Seconds before progress is printed: shorter work ends before anyone wonders.
+_DELAY = 3.0
 # 64 sums with random signs give the distance between two arrays to within about 20
 # percent, without storing the arrays.
 _SUMS = 64
 # Rounding in both passes affects gradients, so they may differ more than the loss, but
 # never by as much as gradients that are all zero, whose relative distance is 1.
 _GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
+
+
+class Progress:
+    """Count the trial runs of a diagnostic, and print them if it takes long."""
+
+    def __init__(self, name: str):
+        self._name, self._count, self._start = name, 0, time.monotonic()
+
+    def show(self, run: str) -> None:
+        """Report the run that is about to start."""
+        self._count += 1
+        if time.monotonic() - self._start >= _DELAY:
+            text = f"{self._name}, run {self._count}: {run}"
+            print(text, file=sys.stderr, flush=True)
 
 
 class Value:
