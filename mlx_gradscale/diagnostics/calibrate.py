@@ -22,6 +22,10 @@ _ADVICE = (
 )
 
 
+class NoScaleFits(ValueError):
+    """Raised by :func:`calibrate` if a batch overflows at every loss scale."""
+
+
 def calibrate(
     source: Any,
     model: nn.Module,
@@ -89,7 +93,7 @@ def calibrate(
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
     if scale == 0.0:
         text = "calibrate() failed on another rank. See the error on that rank."
-        raise problem or ValueError(text)
+        raise problem or NoScaleFits(text)
     scaler.update(scale)
     # The scaler may have clamped the scale to min_scale or max_scale.
     return float(scaler.get_scale())
@@ -103,11 +107,11 @@ def _largest_scale(trial: Trial) -> float:
         with preserved(trial.model):
             loss, gradients = trial.differentiate(2.0**power)
             if not all_finite([loss]).item():
-                raise ValueError(f"The loss on this batch is {loss.item()}{_ADVICE}")
+                raise NoScaleFits(f"The loss on this batch is {loss.item()}{_ADVICE}")
             return not all_finite(gradients).item()
 
     # A batch that overflows at one scale overflows at every larger one.
     fitting = bisect_left(_POWERS, True, key=overflows)
     if not fitting:
-        raise ValueError(f"The gradients on this batch are non-finite{_ADVICE}")
+        raise NoScaleFits(f"The gradients on this batch are non-finite{_ADVICE}")
     return 2.0 ** _POWERS[fitting - 1]

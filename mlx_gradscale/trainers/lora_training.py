@@ -97,8 +97,8 @@ class Training:
                 ui.advance()
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
-        applied: Any = self.optimizer.step.item()
-        if problem := describe_skips(type(optimizer).__name__, applied, scaler):
+        name, n_applied = type(optimizer).__name__, self.optimizer.step
+        if problem := describe_skips(name, n_applied, scaler):
             rprint(f"warning: {problem} {remedy}", file=sys.stderr)
 
     def prepare(self, model: nn.Module) -> None:

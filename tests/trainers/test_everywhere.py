@@ -192,6 +192,15 @@ def test_gradients_beyond_the_range_of_float16_warn_on_the_first_batch():
     run(mx.bfloat16)  # where a warning would be an error
 
 
+@pytest.mark.compiles
+def test_gradient_compiled_with_an_earlier_mx_compile_is_not_said_to_overflow():
+    earlier, model = mx.compile, Mlp(dtype=mx.float16)
+    with pytest.warns(UserWarning, match="Only the losses") as warned, everywhere():
+        earlier(nn.value_and_grad(model, mse(model)))(*batch(dtype=mx.float16))
+    # Values cannot be read inside this trace, so no scale is found.
+    assert len(warned) == 1
+
+
 def test_deleted_optimizer_and_model_are_freed_inside_everywhere():
     with everywhere() as here:
         _, model, optimizer = train(steps=2)
