@@ -5,7 +5,7 @@ compares each value with a float32 run, and treats values that differ too much a
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -22,8 +22,7 @@ from .trial import Run, Trial, Value, relative_distance
 _FAR, _SUSPICIOUS = 0.25, 0.05
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """The cause of a bad run; ``text`` becomes the ``where`` of ``OverflowReport``."""
 
     cause: str
@@ -86,7 +85,7 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
         return False
     if (other or value).is_mask:
         # A mask of float32's lowest number has no sums to compare: they overflow.
-        is_bad = bool(value.counts.nan or value.counts.positive_inf)
+        is_bad = bool(value.nan or value.positive_inf)
     else:
         is_far = other is not None and relative_distance([value]) >= distance
         is_bad = not value.is_finite or is_far
@@ -95,7 +94,8 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
 
 
 def _describe(value: Value) -> str:
-    path, caller = _name(value.path), _name(value.caller)
+    names = {None: "the loss function", "": "the model"}
+    path, caller = (names.get(x, x) for x in (value.path, value.caller))
     return {
         "input": f"The input of {path}, which the code of {caller} computes,",
         "output": f"The output of {path}",
@@ -104,7 +104,3 @@ def _describe(value: Value) -> str:
         f"{caller},",
         "parameter gradient": f"The gradient of the parameter {path}",
     }[value.side]
-
-
-def _name(path: str | None) -> str:
-    return "the loss function" if path is None else path or "the model"

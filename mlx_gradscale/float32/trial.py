@@ -20,7 +20,6 @@ from ..core.masters import HALF
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
-from ..nonfinite_leaves import NonFinite
 from .calls import (
     Handler,
     get_handlers,
@@ -68,15 +67,14 @@ class Value:
         self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 1.0
     ):
         self.path, self.caller, self.side = path, caller, side
-        self.shape, self.dtype = x.shape, x.dtype
+        self.size, self.dtype = x.size, x.dtype
         self.has_gradient = self.is_gradient = side.endswith("gradient")
         self.measured = measure(x, scale)
         self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
         """Set the statistics from an evaluated result of :func:`measure`."""
-        counts = map(int, row[:3])
-        self.counts = NonFinite(self.path, self.shape, self.dtype, *counts)
+        self.nan, self.positive_inf, self.negative_inf = map(int, row[:3])
         self.largest, self.maximum = map(float, row[3:5])
         self.sums = row[5:].astype(np.float64)
         del self.measured
@@ -84,7 +82,7 @@ class Value:
     @property
     def is_finite(self) -> bool:
         """Whether all elements are finite."""
-        return not self.counts.count
+        return not (self.nan or self.positive_inf or self.negative_inf)
 
     @property
     def is_mask(self) -> bool:
@@ -97,10 +95,10 @@ class Value:
         return 0.0 if self.is_mask else self.largest
 
     def __str__(self) -> str:
-        x = self.counts
-        counts = {"NaN": x.nan, "+inf": x.positive_inf, "-inf": x.negative_inf}
-        found = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
-        return f"{found} out of {math.prod(self.shape)} {dtype_name(self.dtype)} values"
+        counts = self.nan, self.positive_inf, self.negative_inf
+        pairs = zip(counts, ("NaN", "+inf", "-inf"), strict=True)
+        found = " and ".join(f"{n} {name}" for n, name in pairs if n)
+        return f"{found} out of {self.size} {dtype_name(self.dtype)} values"
 
 
 def relative_distance(values: Iterable[Value]) -> float:
@@ -152,17 +150,17 @@ class Run:
 
     ``values`` has all values in the order of computation, with keys that are the same
     in every run. ``loss_call`` is the call to the loss function, which contains all
-    other calls. Without a reference run, ``expected_loss`` is the loss of this run.
+    other calls.
     """
 
-    def __init__(self, trial: "Trial", scale: float):
+    def __init__(self, paths: list[str], scale: float):
         self.scale = scale
-        self.reference = trial.reference
+        self.reference: Run | None = None
         self.values: dict[tuple[str, str, int], Value] = {}
         self.loss_call = Call(None)
         self.is_forward_done = False
-        self._tolerance = trial.tolerance
-        self._paths = [path for path, _ in ordered_modules(trial.model)]
+        self._tolerance = 0.0
+        self._paths = paths
         self._running = [self.loss_call]
         self._seen: Counter[tuple[str, str]] = Counter()
 
@@ -196,15 +194,19 @@ class Run:
         self.backward = [x for x in self.values.values() if x.is_gradient]
         self.gradients = [x for x in self.backward if x.side.startswith("parameter")]
         self.has_finite_gradients = all(x.is_finite for x in self.gradients)
-        self.loss = float(loss)
-        self.expected_loss = self.reference.loss if self.reference else self.loss
+        self.loss = self.expected_loss = float(loss)
+
+    def compare(self, reference: "Run", tolerance: float) -> None:
+        """Compare all values with those of a reference run from now on."""
+        self.reference, self._tolerance = reference, tolerance
+        self.expected_loss = reference.loss
+        for key, value in self.values.items():
+            value.other = reference.values.get(key)
 
     def _add(self, value: Value) -> None:
         place = value.path, value.side
-        key = (*place, self._seen[place])
+        self.values[(*place, self._seen[place])] = value
         self._seen[place] += 1
-        self.values[key] = value
-        value.other = self.reference.values.get(key) if self.reference else None
 
     def make_handler(self, path: str) -> Handler:
         """Return the handler that measures the inputs and outputs of one layer."""
@@ -288,7 +290,8 @@ class Trial:
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
-        result = Run(self, scale)
+        modules = ordered_modules(self.model)
+        result = Run([path for path, _ in modules], scale)
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = self.loss_fn(*args, **kwargs)
@@ -296,26 +299,27 @@ class Trial:
             return outputs
 
         # A module with several paths gets one handler, for its first path.
-        paths = {id(m): (path, m) for path, m in reversed(ordered_modules(self.model))}
+        first = {id(module): (path, module) for path, module in reversed(modules)}
         with preserved(self.model):
-            for path, module in paths.values():
+            for path, module in first.values():
                 set_handlers(module, (*get_handlers(module), result.make_handler(path)))
             if where is not None:
                 float32_layers(self.model, where)
             loss, gradients = replace(self, loss_fn=loss_fn).differentiate(scale)
             if evaluate:
                 result.read(loss, gradients)
+        if self.reference is not None:
+            result.compare(self.reference, self.tolerance)
         return result
 
     def run_in_float32(self) -> Run:
         """Measure a float32 pass of the batch, without changing the model."""
         with preserved(self.model):
-            # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
-            casting = Casting(mx.float32, cast_inputs=False)
             given: Any = self.args, self.kwargs
-            args, kwargs = tree_map(casting.cast, given, is_leaf=is_opaque)
-            return Trial(self.model, self.loss_fn, args, kwargs, casting).run([])
+            cast = Casting(mx.float32).cast
+            args, kwargs = tree_map(cast, given, is_leaf=is_opaque)
+            return Trial(self.model, self.loss_fn, args, kwargs).run([])
 
     def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
         """Lazily compute the loss and its unscaled gradients; suppress warnings."""
