@@ -34,6 +34,7 @@ from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, is_floating, leaves
 from ..files.text import plural
+from ..float32.layers import first_half
 from .advice import EXPLAIN, describe_skips, find_first_scale
 
 _Fn = Callable[..., Any]
@@ -177,12 +178,12 @@ class Everywhere:
         """Return whether to scale the loss; warn once about a float32 model."""
         problem = "These parameters are not in half precision"
         if model is None:
-            first = args[0] if args and isinstance(args[0], CONTAINERS) else None
-            is_half = first is not None and _has_half(first)
+            first = args[0] if args else None
+            is_half = isinstance(first, CONTAINERS) and bool(first_half(leaves(first)))
             if is_half or not isinstance(first, dict) or self.compute_dtype is None:
                 return is_half
             remedy = "Cast the parameter tree, because compute_dtype= requires a model"
-        elif self.compute_dtype is not None or _has_half(model):
+        elif self.compute_dtype is not None or first_half(leaves(model)):
             return True
         elif any(known() is model for known, _ in self._parts):
             problem = (
@@ -428,13 +429,8 @@ def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) 
 
 
 def _is_guarded(gradients: Any, parameters: Any) -> bool:
-    is_scaled = _entered[-1].calls["losses"] > 0 or _has_half(parameters)
-    return is_scaled and bool(leaves(gradients))
-
-
-def _has_half(tree: Any) -> bool:
-    dtypes = {x.dtype for x in leaves(tree) if isinstance(x, mx.array)}
-    return not dtypes.isdisjoint(HALF)
+    is_scaled = _entered[-1].calls["losses"] or first_half(leaves(parameters))
+    return bool(is_scaled and leaves(gradients))
 
 
 def _compile(
