@@ -17,11 +17,8 @@ from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
 from .where import resolve
 
-_STATISTICS = ("running_mean", "running_var")
 # The BatchNorm attribute that holds the original dtype of the running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Handlers keep these modules in memory, so use only a few, and small ones.
-_MAX_NEIGHBORS = 4
 
 # Whether the current code runs inside the call of a float32 layer.
 is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
@@ -221,7 +218,11 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
 def _find_neighbors(
     modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
-    """Return a few small modules that have parameters and do not overlap ``paths``."""
+    """Return the smallest module of each class that does not overlap ``paths``.
+
+    Small ones, because handlers keep them in memory, and one of each class, because
+    ``keep=`` may leave all norms, for example, in float32.
+    """
 
     def size(module: nn.Module) -> int:
         arrays = (x for x in module.values() if isinstance(x, mx.array))
@@ -229,7 +230,8 @@ def _find_neighbors(
 
     related = {p for p in modules for q in paths if is_inside(p, q) or is_inside(q, p)}
     found = [m for path, m in modules.items() if path not in related and size(m)]
-    return tuple(sorted(found, key=size)[:_MAX_NEIGHBORS])
+    found.sort(key=size, reverse=True)
+    return tuple({type(module): module for module in found}.values())
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
@@ -240,5 +242,5 @@ def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
     if to_float32 and own != "float32":
         object.__setattr__(module, _OWN_DTYPE, own)
     dtype = mx.float32 if to_float32 else getattr(mx, own)
-    for name in _STATISTICS:
+    for name in ("running_mean", "running_var"):
         module[name] = module[name].astype(dtype)
