@@ -36,6 +36,7 @@ def calibrate(
     cast_inputs: bool = True,
     headroom: int = 1,
     group: mx.distributed.Group | None = None,
+    **named: Any,
 ) -> float:
     """Find a loss scale on one batch, and set the scaler to this scale.
 
@@ -57,6 +58,7 @@ def calibrate(
             Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. Each must
             call this function with its own batch. Default: all ranks.
+        **named (Any): Keyword arguments of ``loss_fn``.
 
     Returns:
         float: The new scale: the smallest found by any rank, within the scaler's
@@ -81,7 +83,7 @@ def calibrate(
     if not scaler.is_enabled():
         return 1.0
     casting = Casting(compute_dtype, keep, cast_inputs)
-    trial = Trial(model, loss_fn, batch, {}, casting)
+    trial = Trial(model, loss_fn, batch, named, casting)
     scale, problem = 0.0, None
     try:
         scale = _largest_scale(trial) * 2.0**-headroom

@@ -163,7 +163,9 @@ def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) ->
 def calibration_line(trial: Trial, source: str = "optimizer") -> str:
     """Return the line of code that calibrates the loss scale for a trial."""
     name = getattr(trial.loss_fn, "__name__", "")
-    arguments = [source, "model", name if name.isidentifier() else "loss_fn", "*batch"]
+    arguments = [source, "model", name if name.isidentifier() else "loss_fn"]
+    arguments += ["*batch"] if trial.args else []
+    arguments += [f"{name}={name}" for name in trial.kwargs]
     dtype, keep, cast_inputs = trial.casting
     arguments += [f"compute_dtype=mx.{dtype_name(dtype)}"] if dtype else []
     arguments += ["keep=keep"] if keep else []
