@@ -15,7 +15,7 @@ from ..core.masters import HALF, to_float32
 from ..core.trees import Writes, commit, is_floating, leaves
 from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
-from .where import resolve
+from .where import TO_THE_LOSS, resolve
 
 # The BatchNorm attribute that holds the original dtype of the running statistics.
 _OWN_DTYPE = "_statistics_dtype"
@@ -116,7 +116,7 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     """
     chains = resolve(model, where)
     modules = dict(ordered_modules(model))
-    paths = list(dict.fromkeys(path for chain in chains for path in chain.paths))
+    paths = list(dict.fromkeys(path for chain in chains.values() for path in chain))
     neighbors = _find_neighbors(modules, paths)
 
     def ids(paths: Iterable[str]) -> set[int]:
@@ -125,7 +125,11 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
 
     selected, inside = ids(paths), ids(p for p in modules if is_inside(p, *paths))
     # The last layer of one chain may pass float32 on in another chain.
-    passing = ids(p for c in chains for p in c.paths[: None if c.reaches_loss else -1])
+    passing = ids(
+        path
+        for entry, chain in chains.items()
+        for path in chain[: None if entry.endswith(TO_THE_LOSS) else -1]
+    )
     for module in modules.values():
         handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
         if id(module) in selected:

@@ -16,7 +16,7 @@ from .calls import is_inside, owner_of
 from .faults import find_fault
 from .report import FIRST_SCALE, Float32Search, Row
 from .trial import Call, Progress, Run, Trial, Value, relative_distance
-from .where import THE_LOSS, TO, resolve
+from .where import TO, TO_THE_LOSS, resolve
 
 # The smallest and the largest loss scale to try, and the factor between two.
 _SMALLEST, _LARGEST, _FACTOR = 2.0**-40, 2.0**40, 2.0**8
@@ -207,7 +207,7 @@ class _Search:
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
-        where = [chain.entry for chain in resolve(self._model, self.reasons)]
+        where = list(resolve(self._model, self.reasons))
         inside = self._paths(where)
         largest: dict[str, float] = {}
         for x in (x for run in self.references for x in run.forward):
@@ -272,7 +272,7 @@ class _Search:
             if not large or self._is_large(large[0].inputs):
                 break
             calls = inner[inner.index(large[0]) :]
-        return f"{self._name_chain(calls)}{TO}{THE_LOSS}"
+        return f"{self._name_chain(calls)}{TO_THE_LOSS}"
 
     def _name_chain(self, calls: list[Call]) -> str:
         paths = list(dict.fromkeys(call.path or "" for call in calls))
@@ -327,14 +327,14 @@ class _Search:
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
-            entry = f"{last}{TO}{THE_LOSS}"
+            entry = f"{last}{TO_THE_LOSS}"
             run = run_scaled(trial, [*self.reasons, entry], self._progress)
             if run.is_good or (half.is_loss_off and not run.is_loss_off):
                 return entry
         return None
 
     def _paths(self, where: Iterable[str]) -> list[str]:
-        return [p for chain in resolve(self._model, where) for p in chain.paths]
+        return [p for paths in resolve(self._model, where).values() for p in paths]
 
     def _share(self, paths: Sequence[str]) -> float:
         """Return the share of the model's parameters inside the given modules."""

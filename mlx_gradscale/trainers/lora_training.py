@@ -42,11 +42,7 @@ _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 
 
 class Training:
-    """One training run of ``mlx_gradscale lora``.
-
-    Args:
-        arguments (Any): The parsed command line, including mlx-lm's arguments.
-    """
+    """One training run of ``mlx_gradscale lora``, from its parsed command line."""
 
     def __init__(self, arguments: Any):
         self._arguments = arguments
