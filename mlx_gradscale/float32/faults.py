@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..core.forward import is_opaque
 from ..files.text import list_some, power
 from ..nonfinite_leaves import nonfinite
-from .calls import ordered_modules, owner_of
+from .calls import owner_of
 from .trial import Run, Trial, Value, relative_distance
 
 # Relative distances from float32. Rounding between two layers stays below the first; an
@@ -53,8 +53,7 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
                 "Otherwise, restore an earlier checkpoint."
             )
         text = f"The parameters contain NaN or inf in {names}. {remedy}"
-        paths = [path for path, _ in ordered_modules(trial.model)]
-        return Fault("parameters", owner_of(paths, leaves[0].path), text)
+        return Fault("parameters", owner_of(run.paths, leaves[0].path), text)
     return _first_fault(run)
 
 

@@ -21,7 +21,7 @@ from .where import TO_THE_LOSS, resolve
 _OWN_DTYPE = "_statistics_dtype"
 
 # Whether the current code runs inside the call of a float32 layer.
-is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
+_is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
 
 
 @dataclass(eq=False)
@@ -42,15 +42,15 @@ class Float32Call:
         self, module: nn.Module, function: Any, /, *args: Any, **kw: Any
     ) -> Any:
         """Call the function in float32; inside another float32 layer, just call it."""
-        if is_inside_layer.get():
+        if _is_inside_layer.get():
             return function(*args, **kw)
-        token = is_inside_layer.set(True)
+        token = _is_inside_layer.set(True)
         try:
             with _upcast_parameters(module) as parameter_dtype:
                 named = {name: _upcast(x) for name, x in kw.items()}
                 outputs = function(*_upcast(args), **named)
         finally:
-            is_inside_layer.reset(token)
+            _is_inside_layer.reset(token)
         given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
         nearby = (x for module in self.neighbors for x in module.values())
         dtype = first_half(given) or parameter_dtype or first_half(nearby)

@@ -28,7 +28,7 @@ from .calls import (
     preserved,
     set_handlers,
 )
-from .layers import first_half, float32_layers, is_inside_layer
+from .layers import first_half, float32_layers
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
@@ -154,13 +154,12 @@ class Run:
     """
 
     def __init__(self, paths: list[str], scale: float):
-        self.scale = scale
+        self.paths, self.scale = paths, scale
         self.reference: Run | None = None
         self.values: dict[tuple[str, str, int], Value] = {}
         self.loss_call = Call(None)
         self.is_forward_done = False
         self._tolerance = 0.0
-        self._paths = paths
         self._running = [self.loss_call]
         self._seen: Counter[tuple[str, str]] = Counter()
 
@@ -183,7 +182,7 @@ class Run:
         """Add the parameter gradients, and evaluate the loss and all statistics."""
         for path, x in flatten(gradients):
             if is_floating(x):
-                owner = owner_of(self._paths, path)
+                owner = owner_of(self.paths, path)
                 self._add(Value(x, path, owner, "parameter gradient"))
         # Drop the references, so that each gradient is freed once it is measured.
         gradients.clear()
@@ -212,15 +211,16 @@ class Run:
         """Return the handler that measures the inputs and outputs of one layer."""
 
         def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            is_float32 = is_inside_layer.get() or module.computes_in_float32
+            outer = self._running[-1]
+            caller = outer.path
+            is_float32 = outer.is_float32 or module.computes_in_float32
             call = Call(path, first_half(module.values()), is_float32)
-            caller = self._running[-1].path
             if not self.is_forward_done:
-                self._running[-1].children.append(call)
+                outer.children.append(call)
             elif caller is None and path:
                 # A checkpointed layer runs again in the backward pass, where its caller
                 # is unknown: use the enclosing module.
-                caller = owner_of([p for p in self._paths if p != path], path)
+                caller = owner_of([p for p in self.paths if p != path], path)
             args, kwargs = self._tap((args, kwargs), call, caller, "input")
             self._running.append(call)
             try:
