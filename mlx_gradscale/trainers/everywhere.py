@@ -466,6 +466,8 @@ def _compile(
             elif shapeless:
                 known = weakref.ref(here), plain
             return result
+        if known[1] is plain:
+            return plain(*args, **kwargs)
         here.refresh()
         result = known[1](*args, **kwargs)
         here.refresh()
