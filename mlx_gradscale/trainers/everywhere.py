@@ -32,12 +32,17 @@ from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, is_floating, leaves
+from ..core.trees import CONTAINERS, is_floating, leaves, read
 from ..files.text import plural
 from ..float32.layers import first_half
 from .advice import EXPLAIN, describe_skips, find_first_scale
 
 _Fn = Callable[..., Any]
+_COMPILED_BEFORE = (
+    "This trainer compiled its step with an mx.compile from before everywhere(), so it "
+    "does not follow the loss scale. Inside everywhere(), import compile and compile "
+    "the step."
+)
 
 
 @contextmanager
@@ -55,8 +60,9 @@ def everywhere(
     float32 master weights and skip non-finite steps, in all threads. A floating-point
     mask of ``mx.fast.scaled_dot_product_attention`` is cast to the dtype of the
     queries. On exit, the context restores MLX's functions. Unless an exception was
-    raised, it warns if an optimizer skipped most of its steps or the last ten, and if
-    only the trainer's losses or only its steps were intercepted.
+    raised, it warns if an optimizer skipped most of its steps or the last ten, if the
+    step was compiled before, and if only the trainer's losses or only its steps were
+    intercepted.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
@@ -147,7 +153,9 @@ class Everywhere:
         """Return the layers found, then a line for each scaler and each optimizer."""
         lines = [*self.found_layers]
         for name, scaler in self._scalers:
-            total, bad = int(scaler.state["total"]), int(scaler.skipped_steps)
+            total, bad = read(scaler.state["total"]), read(scaler.skipped_steps)
+            if bad is None:  # a placeholder from a trace
+                return [_COMPILED_BEFORE]
             if name:
                 done = plural(total - bad, "step")
                 lines.append(f"{name}: {done} applied, {bad} skipped")
@@ -158,6 +166,9 @@ class Everywhere:
 
     def warn_at_end(self) -> None:
         """Issue the warnings that :func:`everywhere` describes."""
+        if self.report() == [_COMPILED_BEFORE]:
+            self.warn(_COMPILED_BEFORE)
+            return
         for name, scaler in self._scalers:
             applied = scaler.state["total"] - scaler.skipped_steps
             if name and (problem := describe_skips(name, applied, scaler)):
