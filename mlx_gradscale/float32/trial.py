@@ -20,6 +20,7 @@ from ..core.masters import HALF
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
+from ..nonfinite_leaves import count_nonfinite
 from .calls import (
     Handler,
     get_handlers,
@@ -113,8 +114,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
     """Return the unscaled statistics of an array as one lazy row for ``Value.read``."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
-    kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
-    counts = [mx.sum(kind).astype(mx.float32) for kind in kinds]
+    counts = count_nonfinite(x).astype(mx.float32)
     is_finite, x = mx.isfinite(x).reshape(-1), x.astype(mx.float32).reshape(-1)
     finite = mx.where(is_finite, x, 0.0)
     maximum = mx.max(mx.where(is_finite, x, -math.inf))
@@ -125,7 +125,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
     signs = 1.0 - 2.0 * ((bits >> 16) & 1).astype(mx.float32)
     signed = mx.concatenate([finite * signs, mx.zeros(-x.size % _SUMS)])
     sums = signed.reshape(-1, _SUMS).sum(axis=0) / scale
-    return mx.concatenate([mx.stack(counts), largest, sums])
+    return mx.concatenate([counts, largest, sums])
 
 
 @dataclass(eq=False)
