@@ -155,7 +155,7 @@ class Everywhere:
         for name, scaler in self._scalers:
             total, bad = read(scaler.state["total"]), read(scaler.skipped_steps)
             if bad is None:  # a placeholder from a trace
-                return [_COMPILED_BEFORE]
+                return [*self.found_layers, _COMPILED_BEFORE]
             if name:
                 done = plural(total - bad, "step")
                 lines.append(f"{name}: {done} applied, {bad} skipped")
@@ -166,7 +166,7 @@ class Everywhere:
 
     def warn_at_end(self) -> None:
         """Issue the warnings that :func:`everywhere` describes."""
-        if self.report() == [_COMPILED_BEFORE]:
+        if _COMPILED_BEFORE in self.report():
             self.warn(_COMPILED_BEFORE)
             return
         for name, scaler in self._scalers:
