@@ -58,7 +58,7 @@ def nonfinite(tree: Any) -> list[NonFinite]:
     found = [(path, x) for path, x in flatten(tree) if is_floating(x)]
     if not found:
         return []
-    counts = np.array(mx.stack([_count_nonfinite(x) for _, x in found]))
+    counts = np.array(mx.stack([count_nonfinite(x) for _, x in found]))
     return [
         NonFinite(path, x.shape, x.dtype, *map(int, row))
         for (path, x), row in zip(found, counts, strict=True)
@@ -66,8 +66,9 @@ def nonfinite(tree: Any) -> list[NonFinite]:
     ]
 
 
-def _count_nonfinite(x: mx.array) -> mx.array:
+def count_nonfinite(x: mx.array) -> mx.array:
+    """Lazily count the NaN, inf and -inf values of an array."""
     if x.dtype == mx.complex64:
-        return _count_nonfinite(mx.real(x)) + _count_nonfinite(mx.imag(x))
+        return count_nonfinite(mx.real(x)) + count_nonfinite(mx.imag(x))
     kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
     return mx.stack([mx.sum(kind) for kind in kinds])

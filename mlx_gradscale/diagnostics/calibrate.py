@@ -10,8 +10,7 @@ import mlx.nn as nn
 from ..core.finite import all_finite
 from ..core.forward import Casting
 from ..float32.calls import preserved
-from ..float32.progress import Progress
-from ..float32.trial import Trial
+from ..float32.trial import Progress, Trial
 from .reading import scaler_of
 
 # Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the
@@ -21,6 +20,10 @@ _ADVICE = (
     " at any loss scale. To find the cause, call "
     "mlx_gradscale.diagnostics.explain_overflow()."
 )
+
+
+class NoScaleFits(ValueError):
+    """Raised by :func:`calibrate` if a batch overflows at every loss scale."""
 
 
 def calibrate(
@@ -33,6 +36,7 @@ def calibrate(
     cast_inputs: bool = True,
     headroom: int = 1,
     group: mx.distributed.Group | None = None,
+    **named: Any,
 ) -> float:
     """Find a loss scale on one batch, and set the scaler to this scale.
 
@@ -54,6 +58,7 @@ def calibrate(
             Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. Each must
             call this function with its own batch. Default: all ranks.
+        **named (Any): Keyword arguments of ``loss_fn``.
 
     Returns:
         float: The new scale: the smallest found by any rank, within the scaler's
@@ -78,7 +83,7 @@ def calibrate(
     if not scaler.is_enabled():
         return 1.0
     casting = Casting(compute_dtype, keep, cast_inputs)
-    trial = Trial(model, loss_fn, batch, {}, casting)
+    trial = Trial(model, loss_fn, batch, named, casting)
     scale, problem = 0.0, None
     try:
         scale = _largest_scale(trial) * 2.0**-headroom
@@ -90,7 +95,7 @@ def calibrate(
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
     if scale == 0.0:
         text = "calibrate() failed on another rank. See the error on that rank."
-        raise problem or ValueError(text)
+        raise problem or NoScaleFits(text)
     scaler.update(scale)
     # The scaler may have clamped the scale to min_scale or max_scale.
     return float(scaler.get_scale())
@@ -104,11 +109,11 @@ def _largest_scale(trial: Trial) -> float:
         with preserved(trial.model):
             loss, gradients = trial.differentiate(2.0**power)
             if not all_finite([loss]).item():
-                raise ValueError(f"The loss on this batch is {loss.item()}{_ADVICE}")
+                raise NoScaleFits(f"The loss on this batch is {loss.item()}{_ADVICE}")
             return not all_finite(gradients).item()
 
     # A batch that overflows at one scale overflows at every larger one.
     fitting = bisect_left(_POWERS, True, key=overflows)
     if not fitting:
-        raise ValueError(f"The gradients on this batch are non-finite{_ADVICE}")
+        raise NoScaleFits(f"The gradients on this batch are non-finite{_ADVICE}")
     return 2.0 ** _POWERS[fitting - 1]

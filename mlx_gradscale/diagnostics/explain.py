@@ -12,11 +12,10 @@ from ..core.forward import Casting
 from ..core.gradients import refuse_scaled
 from ..core.scaler import GradScaler
 from ..files.text import power
-from ..float32.faults import find_fault
-from ..float32.progress import Progress
+from ..float32.faults import Fault, find_fault
 from ..float32.report import Float32Search
 from ..float32.search import calibration_line, run_scaled, search
-from ..float32.trial import Trial
+from ..float32.trial import Progress, Trial
 from .reading import scale_of
 
 # A model that skips steps may have unusual weights, so allow more than the search does.
@@ -139,19 +138,19 @@ def explain_overflow(
     number = 1.0 if scale is None else scale_of(scale)
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, batch, named, casting)
-    result = trial.run(scale=number)
-    fault = find_fault(trial, result)
-    rest = result.loss, number
-    if fault is not None and fault.cause in ("batch", "parameters"):
-        return OverflowReport(fault.cause, fault.layer, fault.text, *rest)
-    # The loss may be finite, but wrong because of an overflow inside a layer.
-    trial = replace(trial, reference=trial.run_in_float32(), tolerance=_TOLERANCE)
     run = trial.run(scale=number)
-    if fault is None and run.matches_reference:
+    fault = find_fault(trial, run)
+    if fault is not None and fault.cause in ("batch", "parameters"):
+        return OverflowReport(*fault, run.loss, number)
+    # The loss may be finite, but wrong because of an overflow inside a layer.
+    reference = trial.run_in_float32()
+    run.compare(reference, _TOLERANCE)
+    if run.is_good:
         text = "The loss and the gradients match float32."
-        return OverflowReport("nothing", None, text, *rest)
+        return OverflowReport("nothing", None, text, run.loss, number)
+    trial = replace(trial, reference=reference, tolerance=_TOLERANCE)
     scaled = run_scaled(trial, None, Progress("explain_overflow"))
-    if scaled.matches_reference:
+    if scaled.is_good:
         found = Float32Search([], scale=scaled.scale)
     else:
         found = search([trial], _TOLERANCE)
@@ -161,8 +160,7 @@ def explain_overflow(
         fault = find_fault(trial, run)
     if fault is None:
         text = f"Small gradients underflow. They match float32 at {power(found.scale)}."
-        return OverflowReport("nothing", None, text * (not found.problem), *rest, found)
-    cause = fault.cause
-    if cause == "gradients" and (found.where or found.problem):
-        cause = "derivative"
-    return OverflowReport(cause, fault.layer, fault.text, *rest, found)
+        fault = Fault("nothing", None, text * (not found.problem))
+    elif fault.cause == "gradients" and (found.where or found.problem):
+        fault = fault._replace(cause="derivative")
+    return OverflowReport(*fault, run.loss, number, found)

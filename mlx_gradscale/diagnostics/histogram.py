@@ -60,7 +60,6 @@ class GradientHistogram:
     Attributes:
         bins (np.ndarray): The number of zeros, then the number of values for each power
             of two from 2**-127 up, then the numbers of infs and NaNs.
-        scale (float): The loss scale by which the values were multiplied.
         leaves (dict): Maps the path of each leaf to its histogram.
 
     Example:
@@ -74,7 +73,6 @@ class GradientHistogram:
     """
 
     bins: np.ndarray
-    scale: float
     leaves: dict[str, "GradientHistogram"] = field(default_factory=dict)
 
     @property
@@ -94,10 +92,10 @@ class GradientHistogram:
         a power of at least 16. Float32 subnormals count as 2**-127 before rescaling.
 
         Args:
-            scale (float): The loss scale. Its ratio to :attr:`scale` is rounded to a
-                power of two. Default: ``1.0``, for unscaled gradients.
+            scale (float): The loss scale, rounded to a power of two. Default: ``1.0``,
+                for unscaled gradients.
         """
-        shift = round(math.log2(scale_of(scale) / self.scale))
+        shift = round(math.log2(scale_of(scale)))
         powers = self.bins[1:_INF]
         found = np.flatnonzero(powers)
         return {int(i) + _FIRST + shift: int(powers[i]) for i in found}
@@ -122,23 +120,18 @@ class GradientHistogram:
         This is the middle of the scales at which no value overflows, underflows or
         loses bits. If there is none, it is the largest scale without an overflow,
         because one overflow skips the whole step; if values overflow at every scale, it
-        is the smallest. If some values are non-finite, it is smaller than
-        :attr:`scale`. If all values are zero or non-finite, it is None.
+        is the smallest. Values that are non-finite already do not count. If all values
+        are zero or non-finite, it is None.
         """
         powers = self.by_power()
         if not powers:
             return None
-        top = LARGEST - max(powers)
-        if self.nonfinite:
-            top = min(top, round(math.log2(self.scale)) - 1)
-        top = max(min(top, _LARGEST_POWER), _SMALLEST_POWER)
+        top = max(min(LARGEST - max(powers), _LARGEST_POWER), _SMALLEST_POWER)
         low = max(min(NORMAL - min(powers), top), _SMALLEST_POWER)
         return 2.0 ** ((low + top) // 2)
 
     def __str__(self) -> str:
         scales = {"without scaling": 1.0}
-        if self.scale != 1.0:
-            scales[f"at scale {power(self.scale)}"] = self.scale
         if self.best_scale is not None:
             scales[f"at the best, {power(self.best_scale)}"] = self.best_scale
         names = [each.name for each in fields(Shares)]
@@ -148,7 +141,7 @@ class GradientHistogram:
         return align(rows)
 
 
-def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
+def gradient_histogram(grads: Any) -> GradientHistogram:
     """Count gradients by power of two, over all leaves and per leaf.
 
     The device counts the gradients in one pass. Reading the counts waits for the
@@ -158,9 +151,8 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     compute the gradients of one batch in float32.
 
     Args:
-        grads (Any): A tree of arrays; integer and boolean leaves are ignored.
-        scale (float, GradScaler or LossScaleOptimizer): The loss scale by which
-            ``grads`` are multiplied. Default: ``1.0``, for unscaled gradients.
+        grads (Any): A tree of unscaled gradients; integer and boolean leaves are
+            ignored.
 
     Returns:
         GradientHistogram: The counts; print it for a table.
@@ -175,17 +167,14 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
         >>> histogram.best_scale
         32768.0
     """
-    scale = scale_of(scale)
     arrays(grads)
     leaves = [(path, x) for path, x in tree_flatten(grads) if is_floating(x) and x.size]
     if not leaves:
-        return GradientHistogram(np.zeros(_BINS, np.int64), scale)
+        return GradientHistogram(np.zeros(_BINS, np.int64))
     table = np.array(_count([x for _, x in leaves])).astype(np.int64)
-    parts = {
-        path: GradientHistogram(row, scale)
-        for (path, _), row in zip(leaves, table, strict=True)
-    }
-    return GradientHistogram(table.sum(axis=0), scale, parts)
+    pairs = zip(leaves, table, strict=True)
+    parts = {path: GradientHistogram(row) for (path, _), row in pairs}
+    return GradientHistogram(table.sum(axis=0), parts)
 
 
 @mx.compile

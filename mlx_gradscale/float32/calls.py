@@ -47,12 +47,6 @@ def owner_of(paths: Iterable[str], parameter: str) -> str:
     return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 
-def has_method(cls: type, method: str) -> bool:
-    """Return whether a module class, or one of its bases, defines a method."""
-    # hasattr is always True for __call__, because every metaclass defines it.
-    return any(method in vars(each) for each in cls.__mro__)
-
-
 def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
     """Return the handlers of a module, innermost first."""
     handlers: tuple[Handler, ...] = vars(module).get(_HANDLERS, ())
@@ -150,7 +144,9 @@ def _intercepted(cls: type) -> type:
         handlers = get_handlers(self)
         return any(getattr(h, "computes_in_float32", False) for h in handlers)
 
-    names = [name for name in _METHODS + _CONVERSIONS if has_method(cls, name)]
+    # Not hasattr, which is always True for __call__: every metaclass defines it.
+    defined = {name for each in cls.__mro__ for name in vars(each)}
+    names = [name for name in _METHODS + _CONVERSIONS if name in defined]
     body: dict[str, Any] = {name: intercept(name) for name in names}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body |= {"__doc__": cls.__doc__, "computes_in_float32": property(is_float32)}

@@ -5,7 +5,7 @@ compares each value with a float32 run, and treats values that differ too much a
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..core.forward import is_opaque
 from ..files.text import list_some, power
 from ..nonfinite_leaves import nonfinite
-from .calls import ordered_modules, owner_of
+from .calls import owner_of
 from .trial import Run, Trial, Value, relative_distance
 
 # Relative distances from float32. Rounding between two layers stays below the first; an
@@ -22,8 +22,7 @@ from .trial import Run, Trial, Value, relative_distance
 _FAR, _SUSPICIOUS = 0.25, 0.05
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """The cause of a bad run; ``text`` becomes the ``where`` of ``OverflowReport``."""
 
     cause: str
@@ -32,13 +31,8 @@ class Fault:
 
 
 def find_fault(trial: Trial, run: Run) -> Fault | None:
-    """Return the cause of a bad run, or None if the run is good.
-
-    Without a float32 reference, a run is bad if its loss or a gradient is non-finite.
-    With a reference, the caller has found that the run is bad, and the result is never
-    None. Values far from the reference then count as bad too.
-    """
-    if not run.reference and run.has_finite_gradients and not run.is_loss_off:
+    """Return the cause of a bad run, or None if the run is good."""
+    if run.is_good:
         return None
     given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
     flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
@@ -59,8 +53,7 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
                 "Otherwise, restore an earlier checkpoint."
             )
         text = f"The parameters contain NaN or inf in {names}. {remedy}"
-        paths = [path for path, _ in ordered_modules(trial.model)]
-        return Fault("parameters", owner_of(paths, leaves[0].path), text)
+        return Fault("parameters", owner_of(run.paths, leaves[0].path), text)
     return _first_fault(run)
 
 
@@ -91,7 +84,7 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
         return False
     if (other or value).is_mask:
         # A mask of float32's lowest number has no sums to compare: they overflow.
-        is_bad = bool(value.counts.nan or value.counts.positive_inf)
+        is_bad = bool(value.nan or value.positive_inf)
     else:
         is_far = other is not None and relative_distance([value]) >= distance
         is_bad = not value.is_finite or is_far
@@ -100,7 +93,8 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
 
 
 def _describe(value: Value) -> str:
-    path, caller = _name(value.path), _name(value.caller)
+    names = {None: "the loss function", "": "the model"}
+    path, caller = (names.get(x, x) for x in (value.path, value.caller))
     return {
         "input": f"The input of {path}, which the code of {caller} computes,",
         "output": f"The output of {path}",
@@ -109,7 +103,3 @@ def _describe(value: Value) -> str:
         f"{caller},",
         "parameter gradient": f"The gradient of the parameter {path}",
     }[value.side]
-
-
-def _name(path: str | None) -> str:
-    return "the loss function" if path is None else path or "the model"

@@ -1,30 +1,27 @@
 """Make selected layers of a half-precision model compute in float32."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
-from ..core.forward import is_opaque
-from ..core.masters import HALF
-from ..core.trees import is_floating
+from ..core.forward import is_opaque, writable_arrays
+from ..core.masters import HALF, to_float32
+from ..core.trees import Writes, commit, is_floating, leaves
 from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
-from .casting import downcast, upcast, upcast_parameters
-from .where import resolve
+from .where import TO_THE_LOSS, resolve
 
-_STATISTICS = ("running_mean", "running_var")
 # The BatchNorm attribute that holds the original dtype of the running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Handlers keep these modules in memory, so use only a few, and small ones.
-_MAX_NEIGHBORS = 4
 
 # Whether the current code runs inside the call of a float32 layer.
-is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
+_is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
 
 
 @dataclass(eq=False)
@@ -45,21 +42,21 @@ class Float32Call:
         self, module: nn.Module, function: Any, /, *args: Any, **kw: Any
     ) -> Any:
         """Call the function in float32; inside another float32 layer, just call it."""
-        if is_inside_layer.get():
+        if _is_inside_layer.get():
             return function(*args, **kw)
-        token = is_inside_layer.set(True)
+        token = _is_inside_layer.set(True)
         try:
-            with upcast_parameters(module) as parameter_dtype:
-                named = {name: upcast(x) for name, x in kw.items()}
-                outputs = function(*upcast(args), **named)
+            with _upcast_parameters(module) as parameter_dtype:
+                named = {name: _upcast(x) for name, x in kw.items()}
+                outputs = function(*_upcast(args), **named)
         finally:
-            is_inside_layer.reset(token)
+            _is_inside_layer.reset(token)
         given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
         nearby = (x for module in self.neighbors for x in module.values())
         dtype = first_half(given) or parameter_dtype or first_half(nearby)
         if dtype is None or not self.casts_back:
             return outputs
-        return downcast(dtype, outputs)
+        return _downcast(dtype, outputs)
 
 
 def float32_layers(model: nn.Module, where: Any) -> list[str]:
@@ -119,7 +116,7 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     """
     chains = resolve(model, where)
     modules = dict(ordered_modules(model))
-    paths = list(dict.fromkeys(path for chain in chains for path in chain.paths))
+    paths = list(dict.fromkeys(path for chain in chains.values() for path in chain))
     neighbors = _find_neighbors(modules, paths)
 
     def ids(paths: Iterable[str]) -> set[int]:
@@ -128,7 +125,11 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
 
     selected, inside = ids(paths), ids(p for p in modules if is_inside(p, *paths))
     # The last layer of one chain may pass float32 on in another chain.
-    passing = ids(p for c in chains for p in c.paths[: None if c.reaches_loss else -1])
+    passing = ids(
+        path
+        for entry, chain in chains.items()
+        for path in chain[: None if entry.endswith(TO_THE_LOSS) else -1]
+    )
     for module in modules.values():
         handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
         if id(module) in selected:
@@ -137,6 +138,79 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
         set_handlers(module, tuple(handlers))
         _cast_statistics(module, id(module) in inside)
     return paths
+
+
+def _upcast(argument: Any) -> Any:
+    """Upcast an array, or the arrays in a tuple, from half precision to float32.
+
+    Lists, dicts and caches are returned unchanged, because a module may write to them.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return not isinstance(x, tuple) or is_opaque(x)
+
+    def upcast(x: Any) -> Any:
+        return to_float32(x) if isinstance(x, mx.array) else x
+
+    return tree_map(upcast, argument, is_leaf=is_leaf)
+
+
+def _downcast(dtype: mx.Dtype, outputs: Any) -> Any:
+    """Cast the float32 arrays in a call's outputs to ``dtype``."""
+
+    def downcast(x: Any) -> Any:
+        is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32
+        return x.astype(dtype) if is_float32 else x
+
+    return tree_map(downcast, outputs, is_leaf=is_opaque)
+
+
+@contextmanager
+def _upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
+    """Upcast a module's half-precision arrays to float32 within a ``with`` block.
+
+    Yields the dtype of the first half-precision array, or None if there is none.
+    """
+    trainable = {id(x) for x in leaves(module.trainable_parameters())}
+    places = [place for place in writable_arrays(module) if place[2].dtype in HALF]
+    # Keyed by id, so that a tied weight (one array in several places) is cast once.
+    new = {id(old): old for _, _, old in places}
+    parameters = [old for old in new.values() if id(old) in trainable]
+    if parameters:
+        restored = _restore_in_backward(parameters, places)
+        new |= {id(x): y for x, y in zip(parameters, restored, strict=True)}
+    new = {key: to_float32(x) for key, x in new.items()}
+    commit([(container, key, new[id(old)]) for container, key, old in places])
+    try:
+        yield places[0][2].dtype if places else None
+    finally:
+        writes = []
+        for container, key, old in places:
+            now = container[key]
+            # Keep buffers that the forward pass updated, such as a running mean.
+            # Restore parameters, which only mx.checkpoint replaces.
+            is_buffer = id(old) not in trainable and isinstance(now, mx.array)
+            is_updated = is_buffer and now is not new[id(old)]
+            writes.append(
+                (container, key, now.astype(old.dtype) if is_updated else old)
+            )
+        commit(writes)
+
+
+def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
+    """Pass parameters through an identity whose backward pass restores the module.
+
+    A checkpointed layer runs again in the backward pass. Without this function, the
+    second run would leave float32 parameters in the module.
+    """
+
+    def restore(_: Any, cotangents: Any, __: Any) -> Any:
+        commit([p for p in places if p[0][p[1]].dtype != p[2].dtype])
+        return cotangents
+
+    identity: Any = mx.custom_function(lambda *parameters: parameters)
+    identity.vjp(restore)
+    return list(identity(*parameters))
 
 
 def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
@@ -148,7 +222,11 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
 def _find_neighbors(
     modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
-    """Return a few small modules that have parameters and do not overlap ``paths``."""
+    """Return the smallest module of each class that does not overlap ``paths``.
+
+    Small ones, because handlers keep them in memory, and one of each class, because
+    ``keep=`` may leave all norms, for example, in float32.
+    """
 
     def size(module: nn.Module) -> int:
         arrays = (x for x in module.values() if isinstance(x, mx.array))
@@ -156,7 +234,8 @@ def _find_neighbors(
 
     related = {p for p in modules for q in paths if is_inside(p, q) or is_inside(q, p)}
     found = [m for path, m in modules.items() if path not in related and size(m)]
-    return tuple(sorted(found, key=size)[:_MAX_NEIGHBORS])
+    found.sort(key=size, reverse=True)
+    return tuple({type(module): module for module in found}.values())
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
@@ -167,5 +246,5 @@ def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
     if to_float32 and own != "float32":
         object.__setattr__(module, _OWN_DTYPE, own)
     dtype = mx.float32 if to_float32 else getattr(mx, own)
-    for name in _STATISTICS:
+    for name in ("running_mean", "running_var"):
         module[name] = module[name].astype(dtype)

@@ -75,22 +75,21 @@ class Float32Search:
     @property
     def line(self) -> str:
         """The code that fixes the overflow, and its cost; "" if none is needed."""
-        lines, cost = [], []
+        why: dict[str, str] = {}
         if self.where:
             where = self.where[0] if len(self.where) == 1 else self.where
-            lines.append(f"    mlx_gradscale.float32_layers(model, {where!r})")
-            cost.append(self.cost)
+            why[f"    mlx_gradscale.float32_layers(model, {where!r})"] = self.cost
         if self.scale != FIRST_SCALE:
-            lines.append(f"    {self.calibration}")
             what = "overflow" if self.scale < FIRST_SCALE else "underflow"
-            cost.append(
+            why[f"    {self.calibration}"] = (
                 f"The gradients {what} at a loss scale of 65536, where a run starts. "
                 "calibrate() finds a better scale on one batch."
             )
-        if self.problem or not lines:
+        if self.problem or not why:
             return ""
-        add = f"Add {'these lines' if lines[1:] else 'this line'} before the first step"
-        return "\n".join([*cost, f"{add}, and before it is compiled:", *lines])
+        lines = "this line" if len(why) == 1 else "these lines"
+        add = f"Add {lines} before the first step, and before it is compiled:"
+        return "\n".join([*why.values(), add, *why])
 
     @property
     def summary(self) -> list[str]:

@@ -11,14 +11,12 @@ from mlx.utils import tree_flatten
 
 from ..core.forward import Casting
 from ..core.gradients import refuse_scaled
-from ..core.masters import HALF
 from ..files.text import dtype_name, power
 from .calls import is_inside, owner_of
 from .faults import find_fault
-from .progress import Progress
 from .report import FIRST_SCALE, Float32Search, Row
-from .trial import Call, Run, Trial, Value, relative_distance
-from .where import THE_LOSS, TO, resolve
+from .trial import Call, Progress, Run, Trial, Value, relative_distance
+from .where import TO, TO_THE_LOSS, resolve
 
 # The smallest and the largest loss scale to try, and the factor between two.
 _SMALLEST, _LARGEST, _FACTOR = 2.0**-40, 2.0**40, 2.0**8
@@ -91,12 +89,6 @@ def find_float32_layers(
         raise ValueError(f"margin must be finite and at least 1, got {margin!r}.")
     if not 0.0 < tolerance < 1.0:
         raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
-    dtypes = [compute_dtype or x.dtype for _, x in tree_flatten(model.parameters())]
-    if not any(dtype in HALF for dtype in dtypes):
-        raise ValueError(
-            "The model does not compute in half precision. Pass compute_dtype="
-            "mx.float16, or call model.set_dtype(mx.float16) first."
-        )
     if isinstance(batches, (mx.array, dict, str)) or not isinstance(batches, Iterable):
         raise TypeError(
             "batches must be a list with the arguments of loss_fn for each batch, got "
@@ -105,16 +97,19 @@ def find_float32_layers(
     batches = list(batches)
     if not batches:
         raise ValueError("batches is empty. Pass at least one batch.")
-    trials = []
+    casting, trials = Casting(compute_dtype, cast_inputs=cast_inputs), []
     for i, batch in enumerate(batches, start=1):
         # Not isinstance, because a model is also a dict.
         named = batch if type(batch) is dict else {}
         args = () if named is batch else batch
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        casting = Casting(compute_dtype, cast_inputs=cast_inputs)
-        trial = Trial(model, loss_fn, args, named, casting)
-        name = f"Batch {i} of {len(batches)}" if len(batches) > 1 else trial.name
-        trials.append(replace(trial, name=name))
+        name = f"Batch {i} of {len(batches)}" if len(batches) > 1 else Trial.name
+        trials.append(Trial(model, loss_fn, args, named, casting, name=name))
+    if trials[0].half is None:
+        raise ValueError(
+            "The model does not compute in half precision. Pass compute_dtype="
+            "mx.float16, or call model.set_dtype(mx.float16) first."
+        )
     return search(trials, tolerance, margin)
 
 
@@ -124,11 +119,10 @@ def search(
     """Run the search of :func:`find_float32_layers` on one trial per batch."""
     state, problem = _Search(trials[0], margin), ""
     try:
+        compared = []
         for trial in trials:
-            state.references.append(state.run_in_float32(trial))
-            state.cover(state.references[-1].loss_call)
-        pairs = zip(trials, state.references, strict=True)
-        compared = [replace(t, reference=r, tolerance=tolerance) for t, r in pairs]
+            reference = state.run_in_float32(trial)
+            compared.append(replace(trial, reference=reference, tolerance=tolerance))
         tried = None
         while tried != list(state.reasons):
             tried = list(state.reasons)
@@ -160,7 +154,7 @@ def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) ->
         half = larger
         largest = max(value.largest for value in half.gradients)
         is_small = largest * half.scale < _SMALL and half.scale < _LARGEST
-        if half.matches_reference or not is_small:
+        if half.is_good or not is_small:
             break
         larger = run(half.scale * _FACTOR)
     return half
@@ -169,7 +163,9 @@ def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) ->
 def calibration_line(trial: Trial, source: str = "optimizer") -> str:
     """Return the line of code that calibrates the loss scale for a trial."""
     name = getattr(trial.loss_fn, "__name__", "")
-    arguments = [source, "model", name if name.isidentifier() else "loss_fn", "*batch"]
+    arguments = [source, "model", name if name.isidentifier() else "loss_fn"]
+    arguments += ["*batch"] if trial.args else []
+    arguments += [f"{name}={name}" for name in trial.kwargs]
     dtype, keep, cast_inputs = trial.casting
     arguments += [f"compute_dtype=mx.{dtype_name(dtype)}"] if dtype else []
     arguments += ["keep=keep"] if keep else []
@@ -185,17 +181,20 @@ class _Search:
         self.references: list[Run] = []
         self.halves: list[Run] = []
         self._model = trial.model
-        self._maximum, self._margin = trial.maximum, margin
+        self._maximum = float(mx.finfo(trial.half or mx.float16).max)
+        self._margin = margin
         self._progress = Progress("Search for float32 layers")
         # Magnitudes to ignore: of the batch, and of values that training cannot change.
         self._given: set[float] = set()
 
     def run_in_float32(self, trial: Trial) -> Run:
-        """Run a batch in float32; raise if a value is non-finite."""
+        """Run a batch in float32, and select the layers that exchange large values."""
         self._progress.show(f"{trial.name} in float32")
         reference = trial.reference or trial.run_in_float32()
         fault = find_fault(trial, reference)
         if fault is None:
+            self.references.append(reference)
+            self._cover(reference.loss_call)
             return reference
         why = f"{trial.name} gives non-finite values even in float32. {fault.text}"
         if fault.cause not in ("batch", "parameters"):
@@ -208,7 +207,7 @@ class _Search:
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
-        where = [chain.entry for chain in resolve(self._model, self.reasons)]
+        where = list(resolve(self._model, self.reasons))
         inside = self._paths(where)
         largest: dict[str, float] = {}
         for x in (x for run in self.references for x in run.forward):
@@ -226,7 +225,7 @@ class _Search:
 
     # Large values between layers, as measured in the float32 run.
 
-    def cover(self, call: Call) -> None:
+    def _cover(self, call: Call) -> None:
         """Select a call's layers that exchange values near or above the maximum."""
         if call.path is None:
             inputs = [v for c in call.children for v in c.inputs]
@@ -234,7 +233,7 @@ class _Search:
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
         for child in call.children:
             if child not in large:
-                self.cover(child)
+                self._cover(child)
         inside = self._paths(self.reasons)
         if all(is_inside(c.path or "", *inside) for c in large):
             return
@@ -273,7 +272,7 @@ class _Search:
             if not large or self._is_large(large[0].inputs):
                 break
             calls = inner[inner.index(large[0]) :]
-        return f"{self._name_chain(calls)}{TO}{THE_LOSS}"
+        return f"{self._name_chain(calls)}{TO_THE_LOSS}"
 
     def _name_chain(self, calls: list[Call]) -> str:
         paths = list(dict.fromkeys(call.path or "" for call in calls))
@@ -290,10 +289,9 @@ class _Search:
         """Select layers until this batch agrees with float32; return its last run."""
         while True:
             half = run_scaled(trial, self.reasons, self._progress)
-            if half.matches_reference:
-                return half
             fault = find_fault(trial, half)
-            assert fault is not None, "a run with a reference has a fault"
+            if fault is None:
+                return half
             if fault.cause == "gradients" and not fault.text:
                 distance = relative_distance(half.gradients)
                 raise NoFixFound(
@@ -329,14 +327,14 @@ class _Search:
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
-            entry = f"{last}{TO}{THE_LOSS}"
+            entry = f"{last}{TO_THE_LOSS}"
             run = run_scaled(trial, [*self.reasons, entry], self._progress)
-            if run.matches_reference or (half.is_loss_off and not run.is_loss_off):
+            if run.is_good or (half.is_loss_off and not run.is_loss_off):
                 return entry
         return None
 
     def _paths(self, where: Iterable[str]) -> list[str]:
-        return [p for chain in resolve(self._model, where) for p in chain.paths]
+        return [p for paths in resolve(self._model, where).values() for p in paths]
 
     def _share(self, paths: Sequence[str]) -> float:
         """Return the share of the model's parameters inside the given modules."""

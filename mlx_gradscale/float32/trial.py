@@ -1,6 +1,8 @@
 """Run a batch forward and backward, and measure the values and gradients of layers."""
 
 import math
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +16,11 @@ from mlx.utils import tree_map
 
 from ..core.forward import Casting, is_opaque
 from ..core.gradients import loss_of
+from ..core.masters import HALF
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves
 from ..files.text import dtype_name
-from ..nonfinite_leaves import NonFinite
+from ..nonfinite_leaves import count_nonfinite
 from .calls import (
     Handler,
     get_handlers,
@@ -26,14 +29,30 @@ from .calls import (
     preserved,
     set_handlers,
 )
-from .layers import first_half, float32_layers, is_inside_layer
+from .layers import first_half, float32_layers
 
+# Seconds before progress is printed: shorter work ends before anyone wonders.
+_DELAY = 3.0
 # 64 sums with random signs give the distance between two arrays to within about 20
 # percent, without storing the arrays.
 _SUMS = 64
 # Rounding in both passes affects gradients, so they may differ more than the loss, but
 # never by as much as gradients that are all zero, whose relative distance is 1.
 _GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
+
+
+class Progress:
+    """Count the trial runs of a diagnostic, and print them if it takes long."""
+
+    def __init__(self, name: str):
+        self._name, self._count, self._start = name, 0, time.monotonic()
+
+    def show(self, run: str) -> None:
+        """Report the run that is about to start."""
+        self._count += 1
+        if time.monotonic() - self._start >= _DELAY:
+            text = f"{self._name}, run {self._count}: {run}"
+            print(text, file=sys.stderr, flush=True)
 
 
 class Value:
@@ -49,15 +68,14 @@ class Value:
         self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 1.0
     ):
         self.path, self.caller, self.side = path, caller, side
-        self.shape, self.dtype = x.shape, x.dtype
+        self.size, self.dtype = x.size, x.dtype
         self.has_gradient = self.is_gradient = side.endswith("gradient")
         self.measured = measure(x, scale)
         self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
         """Set the statistics from an evaluated result of :func:`measure`."""
-        counts = map(int, row[:3])
-        self.counts = NonFinite(self.path, self.shape, self.dtype, *counts)
+        self.nan, self.positive_inf, self.negative_inf = map(int, row[:3])
         self.largest, self.maximum = map(float, row[3:5])
         self.sums = row[5:].astype(np.float64)
         del self.measured
@@ -65,7 +83,7 @@ class Value:
     @property
     def is_finite(self) -> bool:
         """Whether all elements are finite."""
-        return not self.counts.count
+        return not (self.nan or self.positive_inf or self.negative_inf)
 
     @property
     def is_mask(self) -> bool:
@@ -78,10 +96,10 @@ class Value:
         return 0.0 if self.is_mask else self.largest
 
     def __str__(self) -> str:
-        x = self.counts
-        counts = {"NaN": x.nan, "+inf": x.positive_inf, "-inf": x.negative_inf}
-        found = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
-        return f"{found} out of {math.prod(self.shape)} {dtype_name(self.dtype)} values"
+        counts = self.nan, self.positive_inf, self.negative_inf
+        pairs = zip(counts, ("NaN", "+inf", "-inf"), strict=True)
+        found = " and ".join(f"{n} {name}" for n, name in pairs if n)
+        return f"{found} out of {self.size} {dtype_name(self.dtype)} values"
 
 
 def relative_distance(values: Iterable[Value]) -> float:
@@ -96,8 +114,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
     """Return the unscaled statistics of an array as one lazy row for ``Value.read``."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
-    kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
-    counts = [mx.sum(kind).astype(mx.float32) for kind in kinds]
+    counts = count_nonfinite(x).astype(mx.float32)
     is_finite, x = mx.isfinite(x).reshape(-1), x.astype(mx.float32).reshape(-1)
     finite = mx.where(is_finite, x, 0.0)
     maximum = mx.max(mx.where(is_finite, x, -math.inf))
@@ -108,7 +125,7 @@ def measure(x: mx.array, scale: float) -> mx.array:
     signs = 1.0 - 2.0 * ((bits >> 16) & 1).astype(mx.float32)
     signed = mx.concatenate([finite * signs, mx.zeros(-x.size % _SUMS)])
     sums = signed.reshape(-1, _SUMS).sum(axis=0) / scale
-    return mx.concatenate([mx.stack(counts), largest, sums])
+    return mx.concatenate([counts, largest, sums])
 
 
 @dataclass(eq=False)
@@ -133,17 +150,16 @@ class Run:
 
     ``values`` has all values in the order of computation, with keys that are the same
     in every run. ``loss_call`` is the call to the loss function, which contains all
-    other calls. Without a reference run, ``expected_loss`` is the loss of this run.
+    other calls.
     """
 
-    def __init__(self, trial: "Trial", scale: float):
-        self.scale = scale
-        self.reference = trial.reference
+    def __init__(self, paths: list[str], scale: float):
+        self.paths, self.scale = paths, scale
+        self.reference: Run | None = None
         self.values: dict[tuple[str, str, int], Value] = {}
         self.loss_call = Call(None)
         self.is_forward_done = False
-        self._tolerance = trial.tolerance
-        self._paths = [path for path, _ in ordered_modules(trial.model)]
+        self._tolerance = 0.0
         self._running = [self.loss_call]
         self._seen: Counter[tuple[str, str]] = Counter()
 
@@ -155,8 +171,8 @@ class Run:
         return not abs(self.loss - self.expected_loss) <= allowed
 
     @property
-    def matches_reference(self) -> bool:
-        """Whether loss and gradients are finite and close to the reference run."""
+    def is_good(self) -> bool:
+        """Whether loss and gradients are finite and close to any reference run."""
         if self.is_loss_off or not self.has_finite_gradients:
             return False
         allowed = min(_GRADIENT_TOLERANCE * self._tolerance, _FARTHEST)
@@ -166,7 +182,7 @@ class Run:
         """Add the parameter gradients, and evaluate the loss and all statistics."""
         for path, x in flatten(gradients):
             if is_floating(x):
-                owner = owner_of(self._paths, path)
+                owner = owner_of(self.paths, path)
                 self._add(Value(x, path, owner, "parameter gradient"))
         # Drop the references, so that each gradient is freed once it is measured.
         gradients.clear()
@@ -177,29 +193,34 @@ class Run:
         self.backward = [x for x in self.values.values() if x.is_gradient]
         self.gradients = [x for x in self.backward if x.side.startswith("parameter")]
         self.has_finite_gradients = all(x.is_finite for x in self.gradients)
-        self.loss = float(loss)
-        self.expected_loss = self.reference.loss if self.reference else self.loss
+        self.loss = self.expected_loss = float(loss)
+
+    def compare(self, reference: "Run", tolerance: float) -> None:
+        """Compare all values with those of a reference run from now on."""
+        self.reference, self._tolerance = reference, tolerance
+        self.expected_loss = reference.loss
+        for key, value in self.values.items():
+            value.other = reference.values.get(key)
 
     def _add(self, value: Value) -> None:
         place = value.path, value.side
-        key = (*place, self._seen[place])
+        self.values[(*place, self._seen[place])] = value
         self._seen[place] += 1
-        self.values[key] = value
-        value.other = self.reference.values.get(key) if self.reference else None
 
     def make_handler(self, path: str) -> Handler:
         """Return the handler that measures the inputs and outputs of one layer."""
 
         def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            is_float32 = is_inside_layer.get() or module.computes_in_float32
+            outer = self._running[-1]
+            caller = outer.path
+            is_float32 = outer.is_float32 or module.computes_in_float32
             call = Call(path, first_half(module.values()), is_float32)
-            caller = self._running[-1].path
             if not self.is_forward_done:
-                self._running[-1].children.append(call)
+                outer.children.append(call)
             elif caller is None and path:
                 # A checkpointed layer runs again in the backward pass, where its caller
                 # is unknown: use the enclosing module.
-                caller = owner_of([p for p in self._paths if p != path], path)
+                caller = owner_of([p for p in self.paths if p != path], path)
             args, kwargs = self._tap((args, kwargs), call, caller, "input")
             self._running.append(call)
             try:
@@ -250,12 +271,11 @@ class Trial:
     name: str = "The batch"
 
     @property
-    def maximum(self) -> float:
-        """bfloat16's largest finite number for a bfloat16 model, else float16's."""
+    def half(self) -> mx.Dtype | None:
+        """The half-precision dtype of the pass; float16 if there are two."""
         own = {x.dtype for x in leaves(self.model.parameters())}
         dtypes = {self.casting.compute_dtype} if self.casting.compute_dtype else own
-        is_wide = mx.bfloat16 in dtypes and mx.float16 not in dtypes
-        return float(mx.finfo(mx.bfloat16 if is_wide else mx.float16).max)
+        return next((dtype for dtype in HALF if dtype in dtypes), None)
 
     def run(
         self,
@@ -270,7 +290,8 @@ class Trial:
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
-        result = Run(self, scale)
+        modules = ordered_modules(self.model)
+        result = Run([path for path, _ in modules], scale)
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = self.loss_fn(*args, **kwargs)
@@ -278,26 +299,27 @@ class Trial:
             return outputs
 
         # A module with several paths gets one handler, for its first path.
-        paths = {id(m): (path, m) for path, m in reversed(ordered_modules(self.model))}
+        first = {id(module): (path, module) for path, module in reversed(modules)}
         with preserved(self.model):
-            for path, module in paths.values():
+            for path, module in first.values():
                 set_handlers(module, (*get_handlers(module), result.make_handler(path)))
             if where is not None:
                 float32_layers(self.model, where)
             loss, gradients = replace(self, loss_fn=loss_fn).differentiate(scale)
             if evaluate:
                 result.read(loss, gradients)
+        if self.reference is not None:
+            result.compare(self.reference, self.tolerance)
         return result
 
     def run_in_float32(self) -> Run:
         """Measure a float32 pass of the batch, without changing the model."""
         with preserved(self.model):
-            # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
-            casting = Casting(mx.float32, cast_inputs=False)
             given: Any = self.args, self.kwargs
-            args, kwargs = tree_map(casting.cast, given, is_leaf=is_opaque)
-            return Trial(self.model, self.loss_fn, args, kwargs, casting).run([])
+            cast = Casting(mx.float32).cast
+            args, kwargs = tree_map(cast, given, is_leaf=is_opaque)
+            return Trial(self.model, self.loss_fn, args, kwargs).run([])
 
     def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
         """Lazily compute the loss and its unscaled gradients; suppress warnings."""

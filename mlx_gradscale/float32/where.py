@@ -3,34 +3,26 @@
 import difflib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import mlx.nn as nn
 
 from ..files.paths import read_json
-from .calls import has_method, is_inside, ordered_modules
+from .calls import is_inside, ordered_modules
 
 # Joins paths, as in "layers.3 to norm". Paths do not contain spaces.
 TO = " to "
-THE_LOSS = "the loss"
+# Ends a chain whose last layer passes float32 on to the loss.
+TO_THE_LOSS = " to the loss"
 
 FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 
 
-@dataclass(frozen=True)
-class Chain:
-    """One layer, or several that pass float32 to each other, and an entry for them."""
+def resolve(model: nn.Module, where: Any) -> dict[str, list[str]]:
+    """Return the paths that each entry selects, except those nested in others.
 
-    entry: str
-    paths: list[str]
-    # Whether the last layer passes float32 on to the loss.
-    reaches_loss: bool = False
-
-
-def resolve(model: nn.Module, where: Any) -> list[Chain]:
-    """Return the layers that ``where`` selects, except those nested in others.
+    The entry of a chain has several paths; a glob gives an entry for each of its paths.
 
     Raises:
         ValueError: If an entry matches no module, or a module without ``__call__``.
@@ -38,18 +30,19 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     modules = dict(ordered_modules(model))
-    found = [c for entry in _entries(where, modules) for c in _chains(modules, entry)]
-    chains = {chain.entry: chain for chain in found}.values()
-    every = {path for chain in chains for path in chain.paths}
+    found: dict[str, list[str]] = {}
+    for entry in _entries(where, modules):
+        found |= _resolve_entry(modules, entry)
+    every = {path for paths in found.values() for path in paths}
     for path in every:
-        if not has_method(type(modules[path]), "__call__"):
+        if not callable(modules[path]):
             raise ValueError(
                 f"{repr(path) if path else 'The model'} does not define __call__. Name "
                 f"the modules inside it, for example '{path}{'.' if path else ''}*'."
             )
     outermost = {path for path in every if not is_inside(path, *(every - {path}))}
-    kept = [replace(c, paths=[p for p in c.paths if p in outermost]) for c in chains]
-    return [chain for chain in kept if chain.paths]
+    kept = {name: [p for p in found[name] if p in outermost] for name in found}
+    return {entry: paths for entry, paths in kept.items() if paths}
 
 
 def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
@@ -78,19 +71,18 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     return entries
 
 
-def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
-    names = entry.split(TO)
-    reaches_loss = len(names) > 1 and names[-1] == THE_LOSS
-    found = [_matches(modules, name) for name in names[: -1 if reaches_loss else None]]
-    if len(names) == 1:
-        return [Chain(path, [path]) for path in found[0]]
+def _resolve_entry(modules: dict[str, nn.Module], entry: str) -> dict[str, list[str]]:
+    names = entry.removesuffix(TO_THE_LOSS).split(TO)
+    found = [_matches(modules, name) for name in names]
+    if names == [entry]:
+        return {path: [path] for path in found[0]}
     named = {path for matches in found for path in matches}
     paths = found[0]
     for matches in found[1:]:
         between = _between(modules, paths[-1], matches[0])
         # A layer that the chain names is listed only where the chain names it.
         paths = [*paths, *(path for path in between if path not in named), *matches]
-    return [Chain(entry, paths, reaches_loss)]
+    return {entry: paths}
 
 
 def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
@@ -99,7 +91,7 @@ def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     return [
         path
         for path in paths[paths.index(first) + 1 : paths.index(last)]
-        if has_method(type(modules[path]), "__call__")
+        if callable(modules[path])
         and not is_inside(path, first)
         and not is_inside(last, path)
     ]

@@ -35,8 +35,7 @@ def plot_gradients(
             pass ``histogram.leaves[path]``.
         path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale of the second
-            panel. Default: the ``scale`` of the histogram or, if that is 1, its
-            ``best_scale``.
+            panel. Default: the ``best_scale`` of the histogram.
         dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
@@ -53,9 +52,7 @@ def plot_gradients(
         histogram = gradient_histogram(gradients)
     if not histogram.by_power():
         raise ValueError("Nothing to plot: no gradient has a finite, nonzero value.")
-    if scale is None:
-        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale
-    scale = scale_of(scale)
+    scale = scale_of(histogram.best_scale if scale is None else scale)
     with new_figure(2, (8.0, 4.9), dark, path) as (figure, panels, colors):
         for axes, each in zip(panels, (1.0, scale), strict=True):
             counts = histogram.by_power(each)

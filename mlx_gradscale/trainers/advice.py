@@ -1,6 +1,5 @@
 """Find the first loss scale of a trainer, and describe runs that do not train."""
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import mlx.nn as nn
 
 from ..core.notices import LOW_SCALE
 from ..core.scaler import GradScaler
+from ..diagnostics.calibrate import NoScaleFits, calibrate
 from ..files.text import plural
 
 EXPLAIN = "To find the cause, call mlx_gradscale.diagnostics.explain_overflow()."
@@ -28,8 +28,6 @@ def find_first_scale(
     the gradients are non-finite at every scale, the scale does not change, and the
     returned warning ends with ``remedy``. Without a problem, return "".
     """
-    from ..diagnostics import calibrate
-
     try:
         # Leave room for gradients to grow by a factor of 64. With a factor of four,
         # normalizing_flow of mlx-examples skipped its steepest steps and diverged:
@@ -37,13 +35,13 @@ def find_first_scale(
         scale = calibrate(
             scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=6
         )
-    except ValueError as error:
-        if not is_ours(error):
-            return ""  # The loss function fails, so the trainer's own call will, too.
+    except NoScaleFits:
         return (
             "The loss or the gradients of the first batch are non-finite at every loss "
             f"scale. {remedy}"
         )
+    except ValueError:
+        return ""  # The loss function fails, so the trainer's own call will, too.
     scaler.update(min(scale, 2.0**16))
     if scale >= LOW_SCALE:
         return ""
@@ -54,16 +52,10 @@ def find_first_scale(
     )
 
 
-def is_ours(error: Exception) -> bool:
-    """Return whether a function of this package has raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("mlx_gradscale.")
-
-
-def describe_skips(name: str, applied: int, scaler: GradScaler) -> str:
+def describe_skips(name: str, n_applied: mx.array, scaler: GradScaler) -> str:
     """Describe a run that skipped most or the last ten of its steps, or return ""."""
-    skipped: Any = scaler.skipped_steps.item()
-    in_a_row: Any = scaler.consecutive_skips.item()
+    counts = n_applied, scaler.skipped_steps, scaler.consecutive_skips
+    applied, skipped, in_a_row = map(int, counts)
     if skipped <= applied and in_a_row < 10:
         return ""
     start = "" if applied else "The model was not trained: "

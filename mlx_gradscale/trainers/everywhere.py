@@ -26,17 +26,23 @@ from mlx.utils import tree_map
 
 from ..compile_step import compile_step
 from ..core.finite import all_finite
-from ..core.gradients import LazyGradient
+from ..core.gradients import LazyGradient, loss_of, replace_loss
 from ..core.masters import HALF, to_float32
 from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, is_floating, leaves
+from ..core.trees import CONTAINERS, is_floating, leaves, read
 from ..files.text import plural
+from ..float32.layers import first_half
 from .advice import EXPLAIN, describe_skips, find_first_scale
 
 _Fn = Callable[..., Any]
+_COMPILED_BEFORE = (
+    "This trainer compiled its step with an mx.compile from before everywhere(), so it "
+    "does not follow the loss scale. Inside everywhere(), import compile and compile "
+    "the step."
+)
 
 
 @contextmanager
@@ -54,8 +60,9 @@ def everywhere(
     float32 master weights and skip non-finite steps, in all threads. A floating-point
     mask of ``mx.fast.scaled_dot_product_attention`` is cast to the dtype of the
     queries. On exit, the context restores MLX's functions. Unless an exception was
-    raised, it warns if an optimizer skipped most of its steps or the last ten, and if
-    only the trainer's losses or only its steps were intercepted.
+    raised, it warns if an optimizer skipped most of its steps or the last ten, if the
+    step was compiled before, and if only the trainer's losses or only its steps were
+    intercepted.
 
     The trainer must create its gradient function and compile its step inside the
     context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
@@ -69,8 +76,8 @@ def everywhere(
             parameter trees, compute.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
-            :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find them on the
-            first batch. Default: ``None``.
+            :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find and print them
+            on the first batch. Default: ``None``.
         **arguments (Any): ``max_grad_norm``, ``masters`` and ``moments``, as for
             :class:`LossScaleOptimizer`.
 
@@ -129,8 +136,7 @@ class Everywhere:
     calls: Counter[str] = field(default_factory=Counter)
     #: The layers that ``float32_layers="auto"`` has found, as lines of text.
     found_layers: list[str] = field(default_factory=list)
-    #: Called with these lines when they are found, and with each warning.
-    show: _Fn = lambda *lines: None
+    #: Called with each warning.
     warn: _Fn = warn_user
     # Each model with its scaler, and each optimizer with its guard, while they exist.
     _parts: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
@@ -147,18 +153,24 @@ class Everywhere:
         """Return the layers found, then a line for each scaler and each optimizer."""
         lines = [*self.found_layers]
         for name, scaler in self._scalers:
-            good, bad = _n_applied_and_skipped(scaler)
+            total, bad = read(scaler.state["total"]), read(scaler.skipped_steps)
+            if bad is None:  # a placeholder from a trace
+                return [*self.found_layers, _COMPILED_BEFORE]
             if name:
-                lines.append(f"{name}: {plural(good, 'step')} applied, {bad} skipped")
+                done = plural(total - bad, "step")
+                lines.append(f"{name}: {done} applied, {bad} skipped")
             else:
                 scale = f"loss scale {scaler.get_scale():g}"
-                lines.append(f"{scale}, {bad} of {good + bad} gradients overflowed")
+                lines.append(f"{scale}, {bad} of {total} gradients overflowed")
         return lines
 
     def warn_at_end(self) -> None:
         """Issue the warnings that :func:`everywhere` describes."""
+        if _COMPILED_BEFORE in self.report():
+            self.warn(_COMPILED_BEFORE)
+            return
         for name, scaler in self._scalers:
-            applied, _ = _n_applied_and_skipped(scaler)
+            applied = scaler.state["total"] - scaler.skipped_steps
             if name and (problem := describe_skips(name, applied, scaler)):
                 self.warn(f"{problem} {self._remedy()}")
         if len(self.calls) == 1:
@@ -177,12 +189,12 @@ class Everywhere:
         """Return whether to scale the loss; warn once about a float32 model."""
         problem = "These parameters are not in half precision"
         if model is None:
-            first = args[0] if args and isinstance(args[0], CONTAINERS) else None
-            is_half = first is not None and _has_half(first)
+            first = args[0] if args else None
+            is_half = isinstance(first, CONTAINERS) and bool(first_half(leaves(first)))
             if is_half or not isinstance(first, dict) or self.compute_dtype is None:
                 return is_half
             remedy = "Cast the parameter tree, because compute_dtype= requires a model"
-        elif self.compute_dtype is not None or _has_half(model):
+        elif self.compute_dtype is not None or first_half(leaves(model)):
             return True
         elif any(known() is model for known, _ in self._parts):
             problem = (
@@ -297,19 +309,13 @@ class Everywhere:
         if self.float32_layers == "auto":
             lines = [*where.summary, *([where.cost] if where.where else [])]
             self.found_layers += lines
-            self.show(*lines)
+            print(*lines, sep="\n", file=sys.stderr)
         if self.init_scale is None:
             remedy = self._remedy()
             found = find_first_scale(scaler, model, loss_fn, batch, remedy, dtype)
             if found:
                 self.warn(found)
         return scaler
-
-
-def _n_applied_and_skipped(scaler: GradScaler) -> tuple[int, int]:
-    skipped: Any = scaler.skipped_steps.item()
-    total: Any = scaler.state["total"].item()
-    return total - skipped, skipped
 
 
 # Replacements for MLX's functions. Their first argument is the original function.
@@ -382,9 +388,7 @@ def _call_with_float32_loss(fn: _Fn, *args: Any, **kwargs: Any) -> Any:
     The first scale suits a float16 loss, and nobody can change the trainer's loss.
     """
     outputs = fn(*args, **kwargs)
-    if type(outputs) is tuple and outputs and isinstance(outputs[0], mx.array):
-        return to_float32(outputs[0]), *outputs[1:]
-    return to_float32(outputs) if isinstance(outputs, mx.array) else outputs
+    return replace_loss(outputs, to_float32(loss_of(outputs)))
 
 
 def _model_gradient(original: _Fn, model: nn.Module, fn: _Fn) -> _Fn:
@@ -436,13 +440,8 @@ def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) 
 
 
 def _is_guarded(gradients: Any, parameters: Any) -> bool:
-    is_scaled = _entered[-1].calls["losses"] > 0 or _has_half(parameters)
-    return is_scaled and bool(leaves(gradients))
-
-
-def _has_half(tree: Any) -> bool:
-    dtypes = {x.dtype for x in leaves(tree) if isinstance(x, mx.array)}
-    return not dtypes.isdisjoint(HALF)
+    is_scaled = _entered[-1].calls["losses"] or first_half(leaves(parameters))
+    return bool(is_scaled and leaves(gradients))
 
 
 def _compile(
@@ -460,26 +459,28 @@ def _compile(
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}
-    trained: tuple[Everywhere, _Fn] | None = None
-    # The context in which the function is such a helper, which may outlive it.
-    helps: weakref.ref[Everywhere] | None = None
+    # A compiled function, and the context it is for, which it may outlive.
+    known: tuple[weakref.ref[Everywhere], _Fn] | None = None
 
     @wraps(fun)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        nonlocal trained, helps
+        nonlocal known
         here = _current()
-        if here is None or (helps and helps() is here):
+        if here is None:
             return plain(*args, **kwargs)
-        if trained is None or trained[0] is not here:
+        if known is None or known[0]() is not here:
             n_calls = here.calls.total()
             result = fun(*args, **kwargs)
             if here.calls.total() > n_calls:
-                trained = here, compile_step(fun, [*captured.values(), here.state])
+                step = compile_step(fun, [*captured.values(), here.state])
+                known = weakref.ref(here), step
             elif shapeless:
-                helps = weakref.ref(here)
+                known = weakref.ref(here), plain
             return result
+        if known[1] is plain:
+            return plain(*args, **kwargs)
         here.refresh()
-        result = trained[1](*args, **kwargs)
+        result = known[1](*args, **kwargs)
         here.refresh()
         return result
 

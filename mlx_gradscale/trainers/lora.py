@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,24 +17,14 @@ from ..commands import run_command
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from ..files.text import printable
-from .advice import is_ours
 
 _TESTED = "0.32.2"
 _INSTALL = (
     f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
 _DTYPES = ("float16", "bfloat16", "float32")
-# No defaults, because mlx-lm reads a value from YAML only if its flag is None.
-_FLAGS: dict[str, dict[str, Any]] = {
-    "dtype": {
-        "choices": _DTYPES,
-        "help": "Train in this dtype. Default: the dtypes of the stored model.",
-    },
-    "loss-scale": {
-        "metavar": "dynamic|NUMBER|off",
-        "help": "Dynamic or fixed loss scale. With off, non-finite steps are still "
-        "skipped. Default: dynamic, starting from a scale found on the first batch.",
-    },
+# The arguments of LossScaleOptimizer. The run command has them, too.
+OPTIMIZER_FLAGS: dict[str, dict[str, Any]] = {
     "max-grad-norm": {
         "metavar": "NORM",
         "type": float,
@@ -49,6 +40,19 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "Store the moments of the optimizer in this dtype. With --masters "
         "remainder, bfloat16 takes 8 bytes per parameter in all. Default: float32.",
     },
+}
+# No defaults, because mlx-lm reads a value from YAML only if its flag is None.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "dtype": {
+        "choices": _DTYPES,
+        "help": "Train in this dtype. Default: the dtypes of the stored model.",
+    },
+    "loss-scale": {
+        "metavar": "dynamic|NUMBER|off",
+        "help": "Dynamic or fixed loss scale. With off, non-finite steps are still "
+        "skipped. Default: dynamic, starting from a scale found on the first batch.",
+    },
+    **OPTIMIZER_FLAGS,
     "float32-layers": {
         "metavar": "FILE",
         "help": "JSON file that lists the layers to compute in float32, written by "
@@ -66,21 +70,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "options, the run is bit-identical to an uninterrupted one.",
     },
 }
-# The flags that are passed to LossScaleOptimizer if they are given.
-_ARGUMENTS = ("max_grad_norm", "masters", "moments")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fine-tune like ``mlx_lm.lora``, with loss scaling and master weights.
+    """Run ``mlx_gradscale lora`` and return the exit code.
 
-    Args:
-        argv (list, optional): The arguments of the command. Default: the arguments of
-            the process.
-
-    Returns:
-        int: 0 on success; 1 after an error in this package, which is printed on one
-        line; 130 after Ctrl-C. Errors in mlx-lm propagate, and usage errors exit
-        with 2.
+    An error in this package is printed on one line. Errors in mlx-lm propagate.
     """
     return run_command(lambda: _fine_tune(argv))
 
@@ -99,7 +94,9 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
         ):
             host.main()
     except (ImportError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError) or not is_ours(error):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_ours = frame.f_globals.get("__name__", "").startswith("mlx_gradscale.")
+        if isinstance(error, BrokenPipeError) or not is_ours:
             raise  # errors from mlx-lm keep their traceback
         print(f"error: {printable(error)}", file=sys.stderr)
         return 1
@@ -136,14 +133,20 @@ def wrap_optimizer(optimizer: Optimizer, args: Any) -> LossScaleOptimizer:
     """Wrap mlx-lm's optimizer in a ``LossScaleOptimizer`` with the given options."""
     scale, world = read_loss_scale(args.loss_scale), mx.distributed.init()
     is_group = world.size() > 1
-    given = {name: getattr(args, name) for name in _ARGUMENTS}
     return LossScaleOptimizer(
         optimizer,
         GradScaler() if scale == "dynamic" else GradScaler(scale, dynamic=False),
         group=world if is_group else None,
         average=is_group,
-        **{name: value for name, value in given.items() if value is not None},
+        **optimizer_arguments(args),
     )
+
+
+def optimizer_arguments(options: Any) -> dict[str, Any]:
+    """Return the arguments of ``LossScaleOptimizer`` that were given as flags."""
+    names = (flag.replace("-", "_") for flag in OPTIMIZER_FLAGS)
+    given = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def read_loss_scale(given: Any) -> Any:

@@ -42,11 +42,7 @@ _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 
 
 class Training:
-    """One training run of ``mlx_gradscale lora``.
-
-    Args:
-        arguments (Any): The parsed command line, including mlx-lm's arguments.
-    """
+    """One training run of ``mlx_gradscale lora``, from its parsed command line."""
 
     def __init__(self, arguments: Any):
         self._arguments = arguments
@@ -97,8 +93,8 @@ class Training:
                 ui.advance()
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
-        applied: Any = self.optimizer.step.item()
-        if problem := describe_skips(type(optimizer).__name__, applied, scaler):
+        name, n_applied = type(optimizer).__name__, self.optimizer.step
+        if problem := describe_skips(name, n_applied, scaler):
             rprint(f"warning: {problem} {remedy}", file=sys.stderr)
 
     def prepare(self, model: nn.Module) -> None:

@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from ..float32.where import read_where
 from .everywhere import everywhere
+from .lora import OPTIMIZER_FLAGS, optimizer_arguments
 
-# The options that are passed to everywhere() if they are given.
-_ARGUMENTS = ("init_scale", "max_grad_norm", "masters", "moments")
 # What warnings of everywhere() say, and what to say instead.
 _FLAGS = {
     'float32_layers="auto"': "--float32-layers auto",
@@ -30,15 +29,9 @@ _NOTHING = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script or a module with loss scaling and master weights.
+    """Run ``mlx_gradscale run`` and return the exit code.
 
-    Args:
-        argv (list, optional): The options, the script and its arguments. Default: the
-            arguments of the process.
-
-    Returns:
-        int: 0. If the script exits or fails, its exception propagates after the
-        summary is printed.
+    If the script exits or fails, its exception propagates after the summary is printed.
     """
     parser = _make_parser()
     options = parser.parse_args(argv)
@@ -47,17 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"the file {script} does not exist")
     if options.compute_dtype is not None:
         dtype = getattr(mx, options.compute_dtype)
-    given = {name: getattr(options, name) for name in _ARGUMENTS}
-    given = {name: value for name, value in given.items() if value is not None}
     with ExitStack() as stack:
         try:
             if layers not in (None, "auto"):
                 layers = read_where(layers)
-            context = everywhere(compute_dtype=dtype, float32_layers=layers, **given)
+            context = everywhere(
+                init_scale=options.init_scale,
+                compute_dtype=dtype,
+                float32_layers=layers,
+                **optimizer_arguments(options),
+            )
             here = stack.enter_context(context)
         except (OSError, ValueError) as error:
             parser.error(str(error))
-        here.show, here.warn = _print, _print_warning
+        here.warn = _print_warning
         # The report starts with the layers, which were printed when they were found.
         stack.callback(
             lambda: _print(*here.report()[len(here.found_layers) :] or [_NOTHING])
@@ -92,17 +88,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--init-scale", type=float, help="initial loss scale (default: automatic)")
-    add("--max-grad-norm", type=float, help="clip gradients to this global norm")
-    add(
-        "--masters",
-        choices=("float32", "remainder"),
-        help="store master weights in float32, or only their rounding error",
-    )
-    add(
-        "--moments",
-        choices=("float32", "bfloat16"),
-        help="store the moments of the optimizer in this dtype",
-    )
+    for name, flag in OPTIMIZER_FLAGS.items():
+        add(f"--{name}", **flag)
     add(
         "--compute-dtype",
         choices=("float16", "bfloat16"),

@@ -8,7 +8,7 @@ from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import calibrate
-from mlx_gradscale.float32 import progress
+from mlx_gradscale.float32 import trial
 
 
 @pytest.mark.parametrize("weight", [1e-3, 1.0, 1e3, 1e6])
@@ -49,7 +49,7 @@ def test_calibrate_does_not_change_the_model_or_the_random_state():
 def test_calibrate_prints_its_runs_only_if_it_takes_long(monkeypatch, capsys):
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     for delay, is_shown in ((1e9, False), (0.0, True)):
-        monkeypatch.setattr(progress, "_DELAY", delay)
+        monkeypatch.setattr(trial, "_DELAY", delay)
         calibrate(GradScaler(), model, mse(model), *data)
         lines = capsys.readouterr().err.splitlines()
         assert (len(lines) in (5, 6)) == is_shown

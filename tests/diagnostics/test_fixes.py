@@ -112,6 +112,24 @@ def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
     assert "calibrate(scaler, model, loss_fn, *batch)" in report.line
 
 
+def test_pasted_line_passes_the_keyword_arguments_of_the_loss_function():
+    model, loss_fn = MODELS["large targets"]()
+    model.set_dtype(HALF)
+    mlx_gradscale.float32_layers(model, LAST)
+    x, y = batch(model)
+
+    def weighted(x, *, targets, weight):
+        return loss_fn(x, targets) * weight
+
+    scaler, given = GradScaler(), {"targets": y, "weight": mx.array(2.0)}
+    report = explain_overflow(model, weighted, x, scale=scaler, **given)
+    names = {"model": model, "weighted": weighted, "scaler": scaler, "batch": [x]}
+    paste(report, **names, **given)
+    assert scaler.get_scale() < 65536
+    found = find_float32_layers(model, weighted, [{"x": x, **given}])
+    assert "weighted, x=x, targets=targets, weight=weight)" in found.calibration
+
+
 def test_small_gradients_that_underflow_without_scaling_are_reported():
     model, loss_fn = MODELS["no overflow"]()
     model.set_dtype(HALF)

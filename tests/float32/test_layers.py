@@ -207,6 +207,21 @@ def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
         assert not all_finite(function(TOKENS))
 
 
+def test_output_is_cast_back_to_compute_dtype_even_if_all_norms_stay_in_float32():
+    class Narrow(Net):
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            self.dtypes.append(x.dtype)
+            return self.blocks[0].mlp.up(x)
+
+    model = Narrow()
+    model.blocks[0].norms = [nn.RMSNorm(8) for _ in range(3)]
+    float32_layers(model, "embed")
+    options = {"compute_dtype": HALF, "keep": lambda path, _: "norm" in path}
+    GradScaler(1.0).value_and_grad(model, loss_of(model), **options)(TOKENS)
+    assert set(model.dtypes) == {HALF}
+
+
 def test_float32_layers_do_not_affect_a_float32_model():
     model = make_net(mx.float32)
     expected = model(TOKENS)

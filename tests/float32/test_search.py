@@ -11,7 +11,7 @@ import pytest
 from support.helpers import model_state
 
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
-from mlx_gradscale.float32 import progress
+from mlx_gradscale.float32 import trial
 from mlx_gradscale.float32.trial import Trial, relative_distance
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -62,7 +62,7 @@ X = mx.random.normal((4, 8), key=mx.random.key(0)).astype(HALF)
 def test_model_without_overflow_needs_no_float32_layers_and_each_run_is_shown(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(progress, "_DELAY", 0.0)
+    monkeypatch.setattr(trial, "_DELAY", 0.0)
     model, loss_fn = make()
     before = model_state(model)
     found = find_float32_layers(model, loss_fn, [X, X * 2])

@@ -192,6 +192,27 @@ def test_gradients_beyond_the_range_of_float16_warn_on_the_first_batch():
     run(mx.bfloat16)  # where a warning would be an error
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("is_whole_step", [True, False])
+def test_step_compiled_with_an_earlier_mx_compile_is_reported(is_whole_step):
+    earlier, model, optimizer = mx.compile, Mlp(dtype=mx.float16), optim.SGD(0.1)
+    warns = pytest.warns(UserWarning, match="mx.compile from before everywhere")
+    with warns as warned, everywhere() as here:
+        gradient = nn.value_and_grad(model, mse(model))
+
+        def step(x, y):
+            loss, grads = gradient(x, y)
+            if is_whole_step:
+                optimizer.update(model, grads)
+            return loss
+
+        state = [model.state, optimizer.state]
+        compiled = earlier(step, inputs=state, outputs=state)
+        mx.eval(compiled(*batch(dtype=mx.float16)))
+    # Values cannot be read in this trace, which is not said to be an overflow.
+    assert here.report() == [str(each.message) for each in warned]
+
+
 def test_deleted_optimizer_and_model_are_freed_inside_everywhere():
     with everywhere() as here:
         _, model, optimizer = train(steps=2)
