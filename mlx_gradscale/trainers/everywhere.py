@@ -160,7 +160,7 @@ class Everywhere:
         for name, scaler in self._scalers:
             applied, _ = _n_applied_and_skipped(scaler)
             if name and (problem := describe_skips(name, applied, scaler)):
-                self.warn(f"{problem} {self._remedy()}")
+                self.warn(f"{problem} {self._remedy(has_trained=applied > 0)}")
         if len(self.calls) == 1:
             found, missing = "losses", "steps"
             remedy = "update the weights with an optimizer from mlx.optimizers"
@@ -197,14 +197,16 @@ class Everywhere:
             self.warn(f"{problem}, so their loss is not scaled. {remedy}.")
         return False
 
-    def _remedy(self) -> str:
+    def _remedy(self, has_trained: bool = False) -> str:
         """Return what to do if steps are skipped although the scale falls."""
         if self.init_scale is not None:
             return "To start from a scale that fits the first batch, omit init_scale=."
         if self.float32_layers is None:
+            # On the first batch of a run that trained, the search may find nothing.
+            again = "start a new run from the current weights and "
             return (
-                "To find the layers that overflow and compute them in float32, pass "
-                'float32_layers="auto".'
+                "To find the layers that overflow and compute them in float32, "
+                f'{again if has_trained else ""}pass float32_layers="auto".'
             )
         if self.float32_layers == "auto":
             return (

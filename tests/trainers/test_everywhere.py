@@ -273,21 +273,36 @@ def test_float32_mask_is_cast_in_attention_of_float16():
     assert is_as_before()
 
 
-def test_auto_says_how_to_search_again_if_later_steps_are_skipped():
+@pytest.mark.parametrize(
+    ("layers", "first", "remedy"),
+    [
+        ("auto", "Every layer can", "To search again, start a new run from the"),
+        # On its first batch, "auto" would find nothing.
+        (None, "loss scale", "start a new run from the current weights and pass float"),
+    ],
+)
+def test_run_that_fails_later_says_how_to_search_with_its_weights(
+    layers, first, remedy
+):
     model, optimizer = Mlp(dtype=mx.float16), optim.SGD(1e-3)
-    warns = pytest.warns(UserWarning, match="SGD skipped 12 of 15.*the last 12,.*again")
-    with warns, everywhere(float32_layers="auto") as here:
+    match = f"SGD skipped 12 of 15.*the last 12,.*{remedy}"
+    warns = pytest.warns(UserWarning, match=match)
+    with warns, everywhere(float32_layers=layers) as here:
         gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
         for i in range(15):
             inputs = *batch(i, dtype=mx.float16), mx.array(1.0 if i < 3 else INF)
             optimizer.update(model, gradient(*inputs)[1])
-    assert here.report()[0] == "Every layer can compute in half precision."
+    assert here.report()[0].startswith(first)
     assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
+
+
+def test_auto_raises_if_no_layers_help():
+    model, inputs = Mlp(dtype=mx.float16), batch(0, dtype=mx.float16)
     with (
         pytest.raises(ValueError, match="does not help"),
         everywhere(float32_layers="auto") as here,
     ):
-        nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs[:2])
+        nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs)
     assert not here.report()
 
 
