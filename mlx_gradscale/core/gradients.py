@@ -254,11 +254,12 @@ class Backward:
             return
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
+            dtype = str(floating[0].dtype).removeprefix("mlx.core.")
             self.warn_once(
                 "float32 inputs",
-                f"{type(model).__name__} has {floating[0].dtype} parameters, but the "
-                "first array argument is float32, so MLX may compute in float32. Cast "
-                "the inputs, or pass compute_dtype=. To see the dtype of each layer, "
+                f"{type(model).__name__} has {dtype} parameters, but the first array "
+                "argument is float32, so MLX may compute in float32. Cast the inputs, "
+                f"or pass compute_dtype=mx.{dtype}. To see the dtype of each layer, "
                 "call mlx_gradscale.diagnostics.compute_dtypes().",
             )
 

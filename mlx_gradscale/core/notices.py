@@ -62,7 +62,7 @@ class SkipWatch:
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
                 "non-finite gradients, so the model is not training. To find the "
                 "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
-                "loss_fn, *batch), with compute_dtype= if you train with it.",
+                "loss_fn, *batch), with the same compute_dtype as in training.",
             )
         elif scale < LOW_SCALE:
             warn_once(
