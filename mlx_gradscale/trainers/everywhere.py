@@ -287,6 +287,7 @@ class Everywhere:
     ) -> GradScaler:
         """Return a scaler; for a model, also set its float32 layers and first scale."""
         from .. import find_float32_layers, float32_layers
+        from ..diagnostics.compute_dtypes import compute_dtypes, promotion_message
 
         scaler = GradScaler(2.0**10 if self.init_scale is None else self.init_scale)
         if model is None:
@@ -305,6 +306,15 @@ class Everywhere:
             found = find_first_scale(scaler, model, loss_fn, batch, remedy, dtype)
             if found:
                 self.warn(found)
+        if dtype is not None:
+            # The model may create float32 arrays itself, such as a positional encoding.
+            report = compute_dtypes(model, loss_fn, *batch, compute_dtype=dtype)
+            for layer in report.layers:
+                # Without a float32 input, a float32 output may be intended.
+                promotes = mx.float32 in layer.inputs and mx.float32 in layer.outputs
+                if promotes and layer.parameters is not None:
+                    self.warn(promotion_message(layer))
+                    break
         return scaler
 
 

@@ -14,6 +14,7 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
 from support.helpers import INF, Mlp, batch, bits, each_mode, mse
+from support.scaler_helpers import every_warning
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 
@@ -304,6 +305,33 @@ def test_auto_raises_if_no_layers_help():
     ):
         nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs)
     assert not here.report()
+
+
+class Encoded(Mlp):
+    """A model that adds a positional encoding and returns float32 on purpose."""
+
+    encoding: mx.Dtype
+
+    def __init__(self):
+        super().__init__()
+        self.gain = mx.array(1.0)
+
+    def __call__(self, x):
+        y = super().__call__(x + mx.zeros(x.shape, self.encoding))
+        return (y * self.gain).astype(mx.float32)
+
+
+@pytest.mark.parametrize(("encoding", "n"), [(mx.float32, 1), (mx.float16, 0)])
+def test_compute_dtype_warns_once_if_the_model_promotes_to_float32(encoding, n):
+    model, optimizer = Encoded(), optim.SGD(1e-3)
+    model.encoding = encoding
+    with every_warning() as caught, everywhere(compute_dtype=mx.float16):
+        gradient = nn.value_and_grad(model, mse(model))
+        for i in range(3):
+            optimizer.update(model, gradient(*batch(i))[1])
+    assert len(caught) == n
+    said = "has float16 parameters but computes in float32, because an input is float32"
+    assert all(said in str(each.message) for each in caught)
 
 
 def test_compute_dtype_warns_that_it_does_not_apply_to_a_parameter_tree():
