@@ -163,14 +163,16 @@ class Everywhere:
                 self.warn(f"{problem} {self._remedy(has_trained=applied > 0)}")
         if len(self.calls) == 1:
             found, missing = "losses", "steps"
+            result = "steps with non-finite gradients are not skipped, and weights in "
+            result += "half precision have no master weights"
             remedy = "update the weights with an optimizer from mlx.optimizers"
             if "steps" in self.calls:
                 found, missing = missing, found
+                result = "losses are not scaled, and float16 gradients may underflow"
                 remedy = "import value_and_grad and create the gradient function"
             self.warn(
                 f"Only the {found} of this trainer were intercepted, not its "
-                f"{missing}, so float16 training may fail. Inside everywhere(), "
-                f"{remedy}."
+                f"{missing}, so {result}. Inside everywhere(), {remedy}."
             )
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:

@@ -246,7 +246,9 @@ def test_trainer_whose_update_promotes_the_model_to_float32_is_named_as_the_caus
         run()
     promoted, end = (str(each.message) for each in warned)
     assert promoted.startswith("The trainer's own update has replaced half-precision")
-    assert end.startswith("Only the losses of this trainer were intercepted")
+    assert end.startswith("Only the losses of this trainer were intercepted, not its")
+    # True of bfloat16, too, and of a run that has failed.
+    assert "so steps with non-finite gradients are not skipped, and weights" in end
     assert end.endswith("update the weights with an optimizer from mlx.optimizers.")
 
 
