@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .masters import HALF
-from .trees import flatten, is_floating, leaves, read
+from .trees import dtype_name, flatten, is_floating, leaves, read
 
 # Packages whose frames may come between the user's line and a warning.
 _BETWEEN = ("mlx_gradscale.", "mlx.", "functools.", "contextlib.")
@@ -25,8 +25,9 @@ _TEXTS = {
     "statistics, where a variance above 65504 is inf. To compute them in float32, call "
     "mlx_gradscale.float32_layers(model, {layers}).",
     "float32 inputs": "{model} has {dtype} parameters, but the first array argument is "
-    "float32, so MLX may compute in float32. Cast the inputs, or pass compute_dtype=. "
-    "To see the dtype of each layer, call mlx_gradscale.diagnostics.compute_dtypes().",
+    "float32, so MLX may compute in float32. Cast the inputs, or pass "
+    "compute_dtype=mx.{dtype}. To see the dtype of each layer, call mlx_gradscale."
+    "diagnostics.compute_dtypes().",
     "not differentiated": "scale() was called, but its result was never "
     "differentiated, so these gradients were not scaled, and unscaling makes them too "
     "small. Call scale() in the differentiated function, or use value_and_grad().",
@@ -41,8 +42,8 @@ _TEXTS = {
     "scaler.step() and scaler.update(), or use a LossScaleOptimizer.",
     "skips": "At least {many} steps in a row were skipped because of non-finite "
     "gradients, so the model is not training. To find the cause, call mlx_gradscale."
-    "diagnostics.explain_overflow(model, loss_fn, *batch), with compute_dtype= if you "
-    "train with it.",
+    "diagnostics.explain_overflow(model, loss_fn, *batch), with the same compute_dtype "
+    "as in training.",
     "low scale": "At a loss scale of {scale:.2g}, gradients below {smallest:.1g} "
     "underflow to zero in float16. If the loss itself is sometimes inf or NaN, a "
     "smaller scale does not help: filter out batches with NaN, or call "
@@ -143,4 +144,4 @@ def check_dtypes(model: nn.Module, args: tuple[Any, ...], warn_once: WarnOnce) -
     floating = [x for x in leaves(model.parameters()) if is_floating(x)]
     is_half = floating and all(x.dtype in HALF for x in floating)
     if is_half and first is not None and first.dtype == mx.float32:
-        warn_once("float32 inputs", model=name, dtype=floating[0].dtype)
+        warn_once("float32 inputs", model=name, dtype=dtype_name(floating[0]))

@@ -170,19 +170,21 @@ class Everywhere:
             self.warn(_COMPILED_BEFORE)
             return
         for name, scaler in self._scalers:
-            applied = scaler.state["total"] - scaler.skipped_steps
+            applied: Any = (scaler.state["total"] - scaler.skipped_steps).item()
             if name and (problem := describe_skips(name, applied, scaler)):
-                self.warn(f"{problem} {self._remedy()}")
+                self.warn(f"{problem} {self._remedy(has_trained=applied > 0)}")
         if len(self.calls) == 1:
             found, missing = "losses", "steps"
+            result = "steps with non-finite gradients are not skipped, and weights in "
+            result += "half precision have no master weights"
             remedy = "update the weights with an optimizer from mlx.optimizers"
             if "steps" in self.calls:
                 found, missing = missing, found
+                result = "losses are not scaled, and float16 gradients may underflow"
                 remedy = "import value_and_grad and create the gradient function"
             self.warn(
                 f"Only the {found} of this trainer were intercepted, not its "
-                f"{missing}, so float16 training may fail. Inside everywhere(), "
-                f"{remedy}."
+                f"{missing}, so {result}. Inside everywhere(), {remedy}."
             )
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:
@@ -209,14 +211,16 @@ class Everywhere:
             self.warn(f"{problem}, so their loss is not scaled. {remedy}.")
         return False
 
-    def _remedy(self) -> str:
+    def _remedy(self, has_trained: bool = False) -> str:
         """Return what to do if steps are skipped although the scale falls."""
         if self.init_scale is not None:
             return "To start from a scale that fits the first batch, omit init_scale=."
         if self.float32_layers is None:
+            # On the first batch of a run that trained, the search may find nothing.
+            again = "start a new run from the current weights and "
             return (
-                "To find the layers that overflow and compute them in float32, pass "
-                'float32_layers="auto".'
+                "To find the layers that overflow and compute them in float32, "
+                f'{again if has_trained else ""}pass float32_layers="auto".'
             )
         if self.float32_layers == "auto":
             return (
@@ -297,6 +301,7 @@ class Everywhere:
     ) -> GradScaler:
         """Return a scaler; for a model, also set its float32 layers and first scale."""
         from .. import find_float32_layers, float32_layers
+        from ..diagnostics.compute_dtypes import compute_dtypes, promotion_message
 
         scaler = GradScaler(2.0**10 if self.init_scale is None else self.init_scale)
         if model is None:
@@ -315,6 +320,15 @@ class Everywhere:
             found = find_first_scale(scaler, model, loss_fn, batch, remedy, dtype)
             if found:
                 self.warn(found)
+        if dtype is not None:
+            # The model may create float32 arrays itself, such as a positional encoding.
+            report = compute_dtypes(model, loss_fn, *batch, compute_dtype=dtype)
+            for layer in report.layers:
+                # Without a float32 input, a float32 output may be intended.
+                promotes = mx.float32 in layer.inputs and mx.float32 in layer.outputs
+                if promotes and layer.parameters is not None:
+                    self.warn(promotion_message(layer))
+                    break
         return scaler
 
 

@@ -6,18 +6,20 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from unittest.mock import patch
 
 import mlx.core as mx
 
+from ..core import notices
 from ..float32.where import read_where
 from .everywhere import everywhere
 from .lora import OPTIMIZER_FLAGS, optimizer_arguments
 
-# What warnings of everywhere() say, and what to say instead.
+# What warnings say in Python, and what to say instead.
 _FLAGS = {
     'float32_layers="auto"': "--float32-layers auto",
-    "compute_dtype=mx.float16": "--compute-dtype float16",
+    "compute_dtype=mx.": "--compute-dtype ",
     "compute_dtype=": "--compute-dtype",
     "init_scale=": "--init-scale",
     "Inside everywhere()": "Inside the script",
@@ -53,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             here = stack.enter_context(context)
         except (OSError, ValueError) as error:
             parser.error(str(error))
-        here.warn = _print_warning
+        # Once per text: finding the first scale creates several scalers that warn.
+        here.warn = cache(_print_warning)
+        # Warnings of the scalers, too, name the flags.
+        stack.enter_context(patch.object(notices, "warn_user", here.warn))
         # The report starts with the layers, which were printed when they were found.
         stack.callback(
             lambda: _print(*here.report()[len(here.found_layers) :] or [_NOTHING])

@@ -315,7 +315,9 @@ def test_half_model_with_float32_inputs_warns_once_about_promotion(dtype):
             loss_and_grad(*batch())
         loss_and_grad(*batch(dtype=dtype))
     [warning] = caught
-    assert str(warning.message).startswith("Mlp has mlx.core")
+    name = str(dtype).removeprefix("mlx.core.")
+    assert str(warning.message).startswith(f"Mlp has {name} parameters, but")
+    assert f"or pass compute_dtype=mx.{name}." in str(warning.message)
     assert warning.filename == __file__
 
 

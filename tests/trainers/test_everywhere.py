@@ -14,6 +14,7 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
 from support.helpers import INF, Mlp, batch, bits, each_mode, mse
+from support.scaler_helpers import every_warning
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 
@@ -266,7 +267,9 @@ def test_trainer_whose_update_promotes_the_model_to_float32_is_named_as_the_caus
         run()
     promoted, end = (str(each.message) for each in warned)
     assert promoted.startswith("The trainer's own update has replaced half-precision")
-    assert end.startswith("Only the losses of this trainer were intercepted")
+    assert end.startswith("Only the losses of this trainer were intercepted, not its")
+    # True of bfloat16, too, and of a run that has failed.
+    assert "so steps with non-finite gradients are not skipped, and weights" in end
     assert end.endswith("update the weights with an optimizer from mlx.optimizers.")
 
 
@@ -294,22 +297,64 @@ def test_float32_mask_is_cast_in_attention_of_float16():
     assert is_as_before()
 
 
-def test_auto_says_how_to_search_again_if_later_steps_are_skipped():
+@pytest.mark.parametrize(
+    ("layers", "first", "remedy"),
+    [
+        ("auto", "Every layer can", "To search again, start a new run from the"),
+        # On its first batch, "auto" would find nothing.
+        (None, "loss scale", "start a new run from the current weights and pass float"),
+    ],
+)
+def test_run_that_fails_later_says_how_to_search_with_its_weights(
+    layers, first, remedy
+):
     model, optimizer = Mlp(dtype=mx.float16), optim.SGD(1e-3)
-    warns = pytest.warns(UserWarning, match="SGD skipped 12 of 15.*the last 12,.*again")
-    with warns, everywhere(float32_layers="auto") as here:
+    match = f"SGD skipped 12 of 15.*the last 12,.*{remedy}"
+    warns = pytest.warns(UserWarning, match=match)
+    with warns, everywhere(float32_layers=layers) as here:
         gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
         for i in range(15):
             inputs = *batch(i, dtype=mx.float16), mx.array(1.0 if i < 3 else INF)
             optimizer.update(model, gradient(*inputs)[1])
-    assert here.report()[0] == "Every layer can compute in half precision."
+    assert here.report()[0].startswith(first)
     assert here.report()[-1] == "SGD: 3 steps applied, 12 skipped"
+
+
+def test_auto_raises_if_no_layers_help():
+    model, inputs = Mlp(dtype=mx.float16), batch(0, dtype=mx.float16)
     with (
         pytest.raises(ValueError, match="does not help"),
         everywhere(float32_layers="auto") as here,
     ):
-        nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs[:2])
+        nn.value_and_grad(model, lambda x, y: INF * mse(model)(x, y))(*inputs)
     assert not here.report()
+
+
+class Encoded(Mlp):
+    """A model that adds a positional encoding and returns float32 on purpose."""
+
+    encoding: mx.Dtype
+
+    def __init__(self):
+        super().__init__()
+        self.gain = mx.array(1.0)
+
+    def __call__(self, x):
+        y = super().__call__(x + mx.zeros(x.shape, self.encoding))
+        return (y * self.gain).astype(mx.float32)
+
+
+@pytest.mark.parametrize(("encoding", "n"), [(mx.float32, 1), (mx.float16, 0)])
+def test_compute_dtype_warns_once_if_the_model_promotes_to_float32(encoding, n):
+    model, optimizer = Encoded(), optim.SGD(1e-3)
+    model.encoding = encoding
+    with every_warning() as caught, everywhere(compute_dtype=mx.float16):
+        gradient = nn.value_and_grad(model, mse(model))
+        for i in range(3):
+            optimizer.update(model, gradient(*batch(i))[1])
+    assert len(caught) == n
+    said = "has float16 parameters but computes in float32, because an input is float32"
+    assert all(said in str(each.message) for each in caught)
 
 
 def test_compute_dtype_warns_that_it_does_not_apply_to_a_parameter_tree():

@@ -92,6 +92,19 @@ def test_float32_script_computes_in_float16_with_compute_dtype(tmp_path, capsys)
     assert lines[-1].endswith("float32 float32")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_warning_of_a_scaler_is_a_line_that_names_the_flag(dtype, tmp_path, capsys):
+    script = SCRIPT.replace("mx.ones((2, 4), mx.float16)", "mx.ones((2, 4))")
+    script = script.replace("mx.float16", f"mx.{dtype}")
+    assert run(tmp_path, script, arguments=("0.1",)) == 0
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"warning: Linear has {dtype} parameters, but the first")
+    assert "warning" not in "".join(rest)
+    assert f"pass --compute-dtype {dtype}. " in first
+    assert run(tmp_path, script, "--compute-dtype", dtype, arguments=("0.1",)) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 OVERFLOWING = """
 import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
 
