@@ -14,7 +14,7 @@ from .guard import Participant
 from .masters import HALF, Masters
 from .moments import DTYPES, check_moments
 from .optimizers import check_supported, initialize, refuse_multi_optimizer
-from .ranks import Ranks, Sharded, check_same_group
+from .ranks import Ranks, Sharded
 from .scaler import GradScaler
 from .state import LOADED, State, emptied, parse, replace, take, write
 from .trees import flatten, match, restore, snapshot
@@ -88,8 +88,8 @@ class LossScaleOptimizer(Optimizer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
-        group = check_same_group(self.scaler.group, group)
         self._clips = max_grad_norm is not None
+        group = self.scaler.group if group is None else group
         self._ranks = Ranks(group, average, sharded, self._clips)
         self._masters = Masters(masters)
         self._moments = moments

@@ -46,20 +46,6 @@ def check_group(group: Any) -> None:
         )
 
 
-def check_same_group(first: Group | None, second: Group | None) -> Group | None:
-    """Return the group that a scaler and its optimizer were given, or raise."""
-    check_group(second)
-    if first is None or second is None:
-        return first if second is None else second
-    # Each call of mx.distributed.init() returns a new object.
-    if (first.rank(), first.size()) != (second.rank(), second.size()):
-        raise ValueError(
-            "The scaler was created with a different group. Pass the same group to "
-            "the scaler and the optimizer."
-        )
-    return second
-
-
 def is_single(group: Group | None) -> bool:
     """Return whether there is no group, or only one rank in it."""
     return group is None or group.size() == 1

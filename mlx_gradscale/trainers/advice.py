@@ -52,7 +52,7 @@ def find_first_scale(
     )
 
 
-def describe_skips(name: str, n_applied: mx.array, scaler: GradScaler) -> str:
+def describe_skips(name: str, n_applied: Any, scaler: GradScaler) -> str:
     """Describe a run that skipped most or the last ten of its steps, or return ""."""
     counts = n_applied, scaler.skipped_steps, scaler.consecutive_skips
     applied, skipped, in_a_row = map(int, counts)
