@@ -220,12 +220,13 @@ class GradScaler:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
         The value of the loss does not change. Its gradients with respect to the model's
-        parameters and all arguments are unscaled and in float32. A step raises if it
-        receives the gradient of another parameter of the model.
+        parameters and all arguments are unscaled and in float32. A step raises if a
+        gradient may still be scaled, because it belongs to neither.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
-                the loss.
+                the loss. Only what happens inside is scaled, so it must call the model
+                itself, and return every array that is added to the loss later.
             model (nn.Module, optional): The model to differentiate. Default: ``None``;
                 models among the arguments are always found.
 
