@@ -22,6 +22,6 @@ The words of this package:
 - A *master weight* is the float32 value of a half-precision parameter. Its *entries*
   are what the state stores for it: the value and the bits of the weight, or a
   remainder.
-- An *iteration* is everything between two calls of ``update()``. A *stage* records how
-  far one optimizer has got in it.
+- An *iteration* is everything between two calls of ``update()``. A *stage* records the
+  progress of one optimizer within an iteration.
 """

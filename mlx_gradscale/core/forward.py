@@ -57,8 +57,11 @@ class Entrance:
 
     While a loss is computed, each module has a subclass of its class, whose calls cast
     their arguments if the module has arrays of the compute dtype. Inside such a call,
-    all modules have their own classes, so that a layer may pass float32 to the next.
-    (``float32/calls.py`` intercepts calls for as long as the model exists.)
+    all modules have their own classes, so that a layer may pass float32 to the next:
+
+        open() ... subclasses ... model(x) ... own classes ... returns ... subclasses
+
+    ``float32/calls.py`` intercepts calls for as long as the model exists.
     """
 
     def __init__(self, casting: Casting):
@@ -113,6 +116,7 @@ class Entrance:
             if not self.is_backward:
                 self._entered.add(id(module))
             is_entered = id(module) in self._entered
+            # A module whose parameters are kept in float32 gets its inputs as they are.
             dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
             is_cast = is_entered and self._casting.compute_dtype in dtypes
             cast = self._casting.cast if is_cast else lambda x: x
@@ -151,7 +155,10 @@ class Entrance:
 
 
 class _Hidden:
-    """Hides a subclass from ``__init_subclass__``, where a class may register it."""
+    """Hides a subclass from ``__init_subclass__``, where a class may register it.
+
+    As the first base, it is asked before the class itself.
+    """
 
     __slots__ = ()
 
@@ -164,8 +171,8 @@ def substitute(tree: Any, new: Callable[[mx.array], Any]) -> Iterator[Any]:
     """Replace the arrays in a tree of arguments within a ``with`` block.
 
     A module may write to the dicts and lists that it is given, so they stay the same
-    objects: their arrays are replaced, and are restored on exit unless somebody else
-    has replaced them. Tuples are built anew; models and other objects are left alone.
+    objects: their arrays are replaced, and are restored on exit unless the module has
+    replaced them. Tuples are built anew; models and other objects are left alone.
     """
     writes: list[tuple[Any, Any, Any, Any]] = []
     try:
@@ -183,8 +190,8 @@ def _substitute(
     known: dict[int, tuple[Any, Any]],
     writes: list[tuple[Any, Any, Any, Any]],
 ) -> Any:
-    # By the id of everything visited: itself, to keep its id unique, and what takes its
-    # place. An array or container that is there twice is replaced once.
+    # ``known`` maps the id of each visited object to the object, which keeps the id
+    # unique, and its replacement. What occurs twice is replaced once.
     if id(x) in known:
         return known[id(x)][1]
     known[id(x)] = x, x
@@ -205,15 +212,15 @@ def _substitute(
 
 @contextmanager
 def preserve(
-    models: list[nn.Module], parameters: Any, is_cast: bool = False
+    models: list[nn.Module], parameters: Any, restores_all: bool = False
 ) -> Iterator[tuple[dict[Any, tuple[Any, Any, mx.array]], list[mx.array]]]:
     """Restore parameters after a forward pass, and buffers that became non-finite.
 
     Yields the trainable parameters as (container, key, array), by the id of the
     container and the key, and a list to which the caller adds the arrays that replace
     them. An array that the forward pass itself assigns to a parameter stays, unless
-    ``is_cast``. Non-finite buffers are restored because BatchNorm's running statistics
-    would otherwise stay inf or NaN.
+    ``restores_all``. Non-finite buffers are restored because BatchNorm's running
+    statistics would otherwise stay inf or NaN.
     """
     trained = set(map(id, leaves(parameters)))
     places = list(chain.from_iterable(map(writable_arrays, models)))
@@ -226,15 +233,11 @@ def preserve(
     ids = set(map(id, substitutes))
     writes: Writes = []
     for box, key, old in places:
-        new: Any
-        if isinstance(box, dict):
-            new = box.get(key)
-        elif key < len(box):
-            new = box[key]
-        else:
-            continue  # the forward pass has shortened a list
+        if isinstance(box, list) and key >= len(box):
+            continue  # the forward pass has shortened the list
+        new: Any = box.get(key) if isinstance(box, dict) else box[key]
         if id(old) in trained:
-            if is_cast or id(new) in ids:
+            if restores_all or id(new) in ids:
                 writes.append((box, key, old))
             continue
         is_replaced = new is not old and isinstance(new, mx.array)

@@ -41,12 +41,12 @@ def select(
     """Return ``where(applied, new, old)``, as a common root of ``others``.
 
     Each of ``others`` becomes an operand of ``old``, in a branch that is never taken:
-    where ``old`` is selected, ``applied`` is false. The last one is outermost, so an
-    array comes before those that are computed from it.
+    where ``old`` is selected, ``applied`` is false. The last one is outermost, so list
+    an array before those computed from it.
 
     By rule 2, an array in ``others`` cannot join the kernel before the walk comes to
-    its select, however deep the walk has met it before. So the depth count restarts
-    there, and a graph deeper than 11 fits if it has enough arrays in ``others``.
+    the branch made for it here, however deep the walk has met it before. So the depth
+    count restarts there, and a graph deeper than 11 fits if it has enough of them.
     """
     for x in others:
         # Stay in the parameter's own dtype: a round trip through float32 flushes
@@ -56,7 +56,10 @@ def select(
 
 
 def root_of(changed: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the same 0-d arrays, made inputs of one of them: one kernel, not seven."""
+    """Return the same 0-d arrays, with all but one as inputs of the last.
+
+    This takes one kernel instead of seven.
+    """
     # Of the orders tried, this one gives the fewest kernels.
     *others, name = sorted(changed)
     either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
@@ -89,7 +92,7 @@ def join(operation: Join, values: list[mx.array]) -> mx.array:
 
 
 def join_all(operation: Join, values: list[mx.array]) -> mx.array:
-    """Combine any number of arrays in kernels that are all alike, to build only one."""
+    """Combine any number of arrays in identical kernels, to compile only one."""
     while len(values) > JOIN:
         joined = end_kernel(join(operation, values[:JOIN]))
         values = [*values[JOIN:], joined]
@@ -97,7 +100,7 @@ def join_all(operation: Join, values: list[mx.array]) -> mx.array:
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield an array over and over, as a fresh alias after every 512 uses.
+    """Yield an array endlessly, switching to a fresh alias after every 512 uses.
 
     Compiling takes time quadratic in the number of uses of one array.
     """
@@ -107,7 +110,7 @@ def each_use(array: mx.array) -> Iterator[mx.array]:
 
 
 def casts_first() -> bool:
-    """Return whether to unscale half-precision gradients in a separate kernel: on CPUs.
+    """Return whether to unscale half-precision gradients in a kernel of their own.
 
     On a CPU, a cast inside the update kernel compiles to scalar code. In a benchmark,
     a step then took 1.55 times as long as the bare optimizer, instead of 1.29 times. On
@@ -119,12 +122,13 @@ def casts_first() -> bool:
 def factors(factor: mx.array, has_one_moment: bool) -> Iterator[mx.array]:
     """Return an endless iterator with the factor for each gradient of a step.
 
-    GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An update
-    with one moment and a float32 factor has 11. With a float64 factor, Lion takes 1.0
-    instead of 6.7 times as long as the bare optimizer.
+    On CPUs, GCC vectorizes a loop with up to 10 pairs of pointers that may overlap. An
+    update with one moment has 11, if the factor is float32 like the arrays. Pointers of
+    different types do not overlap, so with a float64 factor, Lion takes 1.0 instead of
+    6.7 times as long as the bare optimizer.
     """
     if not has_one_moment or not casts_first():
         return each_use(factor)
-    # Each leaf gets its own array; otherwise MLX would compute the cast once, as a full
-    # array.
+    # depends() makes a new array for each leaf. If they shared one, MLX would cast it
+    # to float32 in a kernel of its own.
     return (mx.depends(x, []) for x in each_use(factor.astype(mx.float64)))

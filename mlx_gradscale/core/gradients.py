@@ -22,6 +22,9 @@ from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
 from .trees import Leaf, commit, is_floating, leaves, read, slots
 
+START_AFRESH = (
+    "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
+)
 # Methods that modify an array in place or expose its memory.
 _CHANGES_IN_PLACE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
@@ -59,14 +62,19 @@ class Passes:
     """What is known of the backward passes since the last ``update()``."""
 
     # The calls of scale_loss()'s functions that were differentiated, and those of them
-    # that have unscaled a gradient. The gradients of the others are all scaled.
+    # that have unscaled a gradient.
     n_calls: int = 0
     n_unscaling_calls: int = 0
-    # Whether the gradient of an argument was unscaled. It may lead on to parameters.
+    # Whether the gradient of an argument was unscaled. The caller may have computed the
+    # argument from parameters.
     has_argument: bool = False
     # Of each parameter with an unscaled gradient: the container's id with the key, and
     # the array's id.
     known: set[Any] = field(default_factory=set)
+
+    def have_scaled_gradients(self) -> bool:
+        """Return whether a call has unscaled nothing: all its gradients are scaled."""
+        return self.n_calls > self.n_unscaling_calls
 
 
 class Backward:
@@ -76,6 +84,7 @@ class Backward:
         self._state = state
         self._has_derivative = False
         self._has_seen_loss = False
+        self.is_dynamic = True
         self.warn_once = WarnOnce()
         self.passes = Passes()
 
@@ -142,8 +151,8 @@ class Backward:
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
             scale, is_differentiated, has_unscaled = self._state["scale"], False, False
-            given = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
-            models = [x for _, x in given if isinstance(x, nn.Module)]
+            objects = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
+            models = [x for _, x in objects if isinstance(x, nn.Module)]
             parameters = [x.trainable_parameters() for x in models]
 
             def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
@@ -165,14 +174,14 @@ class Backward:
 
             wrap = partial(_with_gradient, 1.0 / scale)
             with (
-                substitute((args, kwargs), partial(wrap, unscale_argument)) as given,
+                substitute((args, kwargs), partial(wrap, unscale_argument)) as both,
                 preserve(models, parameters) as (places, substitutes),
             ):
                 wrap_own = partial(wrap, unscale_gradient)
                 own = [(box, key, wrap_own(x)) for box, key, x in places.values()]
                 substitutes.extend(x for _, _, x in own)
                 commit(own)
-                args, kwargs = given
+                args, kwargs = both
                 outputs = loss_fn(*args, **kwargs)
             loss = loss_of(outputs)
             if not self._has_seen_loss:
@@ -193,23 +202,25 @@ class Backward:
         errors; passing the whole model avoids them.
         """
         passes = self.passes
-        is_scaled = passes.n_calls > passes.n_unscaling_calls
-        if not passes.n_calls or (passes.has_argument and not is_scaled):
+        if not passes.n_calls:
             return
+        has_scaled = passes.have_scaled_gradients()
         for leaf in stepped:
             place = id(leaf.container), leaf.key
             is_known = place in passes.known or id(leaf.parameter) in passes.known
             # A lazy gradient comes from value_and_grad().
-            if (is_known and not is_scaled) or isinstance(leaf.gradient, LazyGradient):
+            if isinstance(leaf.gradient, LazyGradient) or (
+                (is_known or passes.has_argument) and not has_scaled
+            ):
                 continue
             if is_floating(leaf.gradient) and read(mx.any(leaf.gradient)) is not False:
                 raise RuntimeError(
-                    f"The gradient of {leaf.path!r} is still scaled, or was added to "
-                    "one that is: a function returned by scale_loss() was "
-                    "differentiated with respect to arrays that it did not find. Pass "
-                    "the whole model, scale_loss(loss_fn, model), and pass other "
-                    "arrays to the function as arguments. Do not mix gradients from "
-                    "scale_loss() with gradients from nn.value_and_grad()."
+                    f"The gradient of {leaf.path!r} is still scaled, or includes one "
+                    "that is: a function returned by scale_loss() was differentiated "
+                    "with respect to arrays that it did not find. Pass the whole "
+                    "model, scale_loss(loss_fn, model), and pass other arrays to the "
+                    "function as arguments. Do not mix gradients from scale_loss() "
+                    f"with gradients from nn.value_and_grad(). {START_AFRESH}"
                 )
 
     def scaled(self, output: mx.array) -> Any:
@@ -232,7 +243,7 @@ class Backward:
 
     def _check_loss(self, loss: mx.array) -> None:
         self._has_seen_loss = True  # so that the scale is read only once
-        check_loss(loss, self._state["scale"], self.warn_once)
+        check_loss(loss, self._state["scale"], self.is_dynamic, self.warn_once)
 
 
 def _with_gradient(
@@ -241,6 +252,7 @@ def _with_gradient(
     """Return a floating array with ``vjp(cotangent, factor)`` as its gradient."""
     if not isinstance(x, mx.array) or not is_floating(x):
         return x
+    # The factor is an input, because MLX does not trace what a vjp captures.
     identity = mx.custom_function(lambda x, factor: x)
     zero = mx.zeros_like(factor)
     identity.vjp(lambda primals, cotangent, _: (vjp(cotangent, primals[1]), zero))

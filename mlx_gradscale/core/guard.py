@@ -244,6 +244,8 @@ def _run_on_host(
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Step a third-party optimizer eagerly; restore its state if it raises."""
     saved = snapshot(optimizer.state)
+    # An optimizer may change an array in place before it raises.
+    commit((box, key, _alias(box[key])) for _, box, key in slots(optimizer.state))
     try:
         _, _, stepped = _step(structure, optimizer, inputs)
     except BaseException:
@@ -276,6 +278,7 @@ def _step(
         try:
             new = dict(flatten(part.apply_gradients(own, full)))
             for path, x in new.items():
+                stepped[path] = to_float32(x)
                 if x.shape != inputs.parameters[path].shape:
                     raise ValueError(f"{path!r} would change its shape to {x.shape}")
         except (KeyError, IndexError, ValueError) as error:
@@ -285,7 +288,6 @@ def _step(
                 "optimizer.init(model.trainable_parameters()) again. If the shape of a "
                 "parameter changed, create a new optimizer."
             ) from error
-        stepped |= new
     return masters, gradients, stepped
 
 
@@ -335,8 +337,8 @@ def _select(
     """Select the new or the old value of a parameter, and of what its master stores.
 
     ``new`` is the float32 result of the step, and ``old`` the master weight before it.
-    ``fused`` are the gradient and the moments, which are passed only so that they end
-    up in the same kernel: see :mod:`~mlx_gradscale.core.fusion`.
+    ``fused`` holds the gradient and the moments, which are passed only to get them into
+    the same kernel: see :mod:`~mlx_gradscale.core.fusion`.
     """
     if not parameter.size:
         return parameter, stored
@@ -353,7 +355,9 @@ def _select(
     rounded = new.astype(parameter.dtype)
     remainder = entries(new, rounded, stored)["remainders"]
     remainder = mx.where(applied, remainder, stored["remainders"])
-    # From the new to the old weight, this graph is about 25 deep. The gradient is
+    # The root has to reach the remainder, so it is an input of the new weight, in a
+    # branch that is never taken either. From the new to the old weight, this graph is
+    # about 25 deep, so all intermediate results are among the others. The gradient is
     # innermost because it counts as one array until it joins the kernel, and as two,
     # itself and its factor, afterwards: AdamW with bias correction and bfloat16 moments
     # has 23 of 24.

@@ -92,7 +92,8 @@ def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Return the unit of a remainder, and the first of :attr:`Joined.intermediate`."""
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), value
-    # One ulp, with the weight's sign: adding 0.75 to 1.5 ulps rounds to the neighbor.
+    # The product is 0.75 to 1.5 ulps above the value, so it rounds to the neighbor, and
+    # the difference is one ulp, with the weight's sign.
     above = (value * (1 + 0.75 * 2.0**-7)).astype(dtype)
     return to_float32(above) - value, above
 
@@ -118,7 +119,8 @@ def entries(
 ) -> dict[str, mx.array]:
     """Return what the state stores for a master weight and its rounded weight.
 
-    ``names``, those of the entries, tell the kind; there are none without a master.
+    ``names`` are the names of the entries, which tell the kind. They are empty without
+    a master weight.
     """
     if "remainders" in names:
         return {"remainders": remainder_of(master, weight)}
@@ -139,11 +141,6 @@ class Masters:
             "written": {},
             "remainders": {},
         }
-
-    def add(self, path: str, weight: mx.array) -> None:
-        """Create a master weight for a half-precision parameter unless it has one."""
-        if not self.has(path):
-            self.set(path, weight, weight)
 
     def has(self, path: str) -> bool:
         """Return whether the parameter at this path has a master weight."""
@@ -172,6 +169,5 @@ class Masters:
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
         """Return a parameter's master weight, or its upcast value if it has none."""
-        if not self.has(path):
-            return to_float32(weight)
-        return joined_master(weight, self.stored(path, weight)).master
+        stored = self.stored(path, weight) if self.has(path) else {}
+        return joined_master(weight, stored).master

@@ -46,12 +46,12 @@ def check_moments(kind: Any, optimizer: Optimizer) -> None:
         if kind != "float32" and not is_builtin(part):
             raise ValueError(
                 f'moments="bfloat16" requires an optimizer from mlx.optimizers. '
-                f"{type(part).__name__} stores its state itself. Leave out moments=."
+                f"{type(part).__name__} manages its own state. Leave out moments=."
             )
 
 
 def dither(optimizer: Optimizer) -> mx.array:
-    """Return the factor for the moments of the step that an optimizer has just made."""
+    """Return the factor for the moments of the step that was just taken."""
     step: mx.array = next(single_optimizers(optimizer)).state["step"].astype(mx.uint32)
     # The products wrap around at 2**32, which leaves the fractions.
     a, b = ((step * mx.array(n, mx.uint32)).astype(mx.float32) for n in (_A, _B))

@@ -122,10 +122,13 @@ class UpdateWatch:
             warn_once("no step")
 
 
-def check_loss(loss: mx.array, scale: mx.array, warn_once: WarnOnce) -> None:
+def check_loss(
+    loss: mx.array, scale: mx.array, is_dynamic: bool, warn_once: WarnOnce
+) -> None:
     """Warn if the loss is float16 and the scale does not fit into float16."""
     value = read(scale) if loss.dtype == mx.float16 else 0.0
-    if value is None or value > 65504:
+    # Inside mx.compile, nothing is known but that the scale may grow.
+    if is_dynamic if value is None else value > 65504:
         warn_once("float16 loss")
 
 

@@ -130,24 +130,28 @@ class LossScaleOptimizer(Optimizer):
         """
         refuse_multi_optimizer()
         if not self._ranks.is_single:
-            settings = {"max_grad_norm": self.max_grad_norm, "moments": self._moments}
-            settings |= {"masters": self._masters.kind} | self.scaler.state_dict()
+            settings = self.scaler.state_dict() | {"max_grad_norm": self.max_grad_norm}
+            settings |= {"masters": self._masters.kind, "moments": self._moments}
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
             loaded = take(self.state, self._loaded)
             initialize(self.optimizer, parameters, DTYPES[self._moments])
             for path, x in flatten(parameters):
-                if x.dtype in HALF:
-                    self._masters.add(path, x)
+                if x.dtype in HALF and not self._masters.has(path):
+                    self._masters.set(path, x, x)
             if loaded and not replace(self.state, loaded, self._loaded):
+                # Lists in a third-party optimizer's saved state may be incomplete.
                 initialize(self.optimizer, parameters, DTYPES[self._moments])
         except BaseException:
             restore(before)
             raise
         self._loaded, self._initialized = (), True
-        # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
-        with suppress(ValueError, RuntimeError):
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        # Now, because MLX cannot evaluate a lazy array in another thread.
+        with suppress(ValueError, RuntimeError):  # inside mx.compile
             mx.eval(self.state)
 
     def update(self, model: nn.Module, gradients: Any) -> None:
@@ -171,9 +175,7 @@ class LossScaleOptimizer(Optimizer):
         """
         refuse_multi_optimizer()
         self._scaler._refuse_if_shared()
-        new = self._scaler.apply_gradients(self, gradients, parameters)
-        self._scaler.update()
-        return new
+        return self._scaler._apply(self, gradients, parameters, is_last=True)
 
     def _participant(self, scaler: GradScaler) -> Participant:
         """Describe this optimizer to its scaler; raise if it has another one."""
@@ -253,6 +255,7 @@ class LossScaleOptimizer(Optimizer):
                 )
         for path, _, _, weight, master in found:
             self._masters.set(path, master, weight)
+        self._evaluate()
 
     @property
     def state(self) -> State:
@@ -271,7 +274,7 @@ class LossScaleOptimizer(Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if not state:
+        if state in ({}, []):
             state = emptied(self.state)
         if isinstance(state, State) and state.owner is self.optimizer:
             self._attach(state)
@@ -285,6 +288,7 @@ class LossScaleOptimizer(Optimizer):
             self._loaded = parts
         if fields:
             self.scaler._fill(fields)
+        self._evaluate()
 
     def _attach(self, state: State) -> None:
         """Use a state that this optimizer had earlier, or an emptied one."""

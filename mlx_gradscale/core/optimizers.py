@@ -170,7 +170,7 @@ class _LastStep(NamedTuple):
     """The settings of an optimizer's last step, and the function compiled for them."""
 
     settings: Any
-    # Whether they differ from those of the step before, or there was none.
+    # True if they differ from the previous step's, or this is the first step.
     is_changed: bool
     compiled: Callable[..., Any] | None
     # Weak: nothing here may keep an optimizer, or a model in its closures, alive.

@@ -257,7 +257,8 @@ def _describe(x: mx.array, has_checksum: bool) -> str:
     text = f"{dtype_name(x)} {x.shape}"
     if not has_checksum:
         return text
-    # Computed on the device: the sum of all bytes, each times a number for its place.
-    bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
-    places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
-    return f"{text} with checksum {(bits * places).sum().item():08x}"
+    # Computed on the device: the sum of all words, each weighted by its position.
+    word = {1: mx.uint8, 2: mx.uint16}.get(x.dtype.size, mx.uint32)
+    words = x.reshape(-1).view(word).astype(mx.uint32)
+    weights = mx.arange(words.size, dtype=mx.uint32) * 2654435761 + 1
+    return f"{text} with checksum {(words * weights).sum().item():08x}"

@@ -38,8 +38,8 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
 FIELDS = {**VALUES, **SETTINGS}
 DEFAULTS = {name: default for name, (_, default) in FIELDS.items()}
 _SCALES = ("scale", "min_scale", "max_scale")
-# Above the first and below the second number, in float32, where 1 + 1e-9 is 1 and the
-# scale would never grow.
+# Exclusive limits, checked in float32: there, 1 + 1e-9 is 1, and the scale would never
+# grow.
 _FACTORS = {"growth_factor": (1.0, math.inf), "backoff_factor": (0.0, 1.0)}
 _MOST = 2**31 - 1
 _TYPES: dict[mx.Dtype, tuple[Any, str]] = {
@@ -153,7 +153,7 @@ def read_field(name: str, value: mx.array) -> Any:
             "group, outside the compiled function, and pass scaler.state or "
             "optimizer.state as inputs and outputs."
         ) from error
-    if name in ("growth_factor", "backoff_factor"):
+    if name in _FACTORS:
         return float(str(np.float32(number)))
     return number
 
@@ -196,11 +196,12 @@ def _check_field(name: str, value: Any, label: str) -> None:
 
 
 def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
-    """Clamp the scales and the growth tracker among loaded values; check all values."""
+    """Clamp the scales and trackers among loaded values; raise if one is invalid."""
     values = values | {name: _clamp_number(values[name]) for name in _SCALES}
     check(values)
-    # One more finite step must not wrap the tracker.
-    return values | {"growth_tracker": min(values["growth_tracker"], _MOST - 1)}
+    # One more step must not wrap a tracker.
+    trackers = ("growth_tracker", "backoff_tracker")
+    return values | {name: min(values[name], _MOST - 1) for name in trackers}
 
 
 def _clamp_number(x: Any) -> Any:

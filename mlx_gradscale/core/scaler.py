@@ -16,19 +16,23 @@ from . import scale as rule
 from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
-from .gradients import Backward, Passes, refuse_scaled, unscale, unscale_in_place
+from .gradients import (
+    START_AFRESH,
+    Backward,
+    Passes,
+    refuse_scaled,
+    unscale,
+    unscale_in_place,
+)
 from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, match, tree_of
+from .trees import Leaf, Writes, commit, match, read, tree_of
 
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
-_START_AFRESH = (
-    "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
-)
 
 
 class _Stage(NamedTuple):
@@ -139,7 +143,7 @@ class GradScaler:
         self._fill(rule.DEFAULTS | values)
 
     def _begin(self) -> None:
-        """Create what is not copied or pickled."""
+        """Create the attributes that are neither copied nor pickled."""
         self._backward = Backward(self._state)
         self._stages = self._state.stages
         # The optimizers that were created with this scaler, or stepped by it.
@@ -151,6 +155,7 @@ class GradScaler:
             self._state[name] = rule.as_array(name, value)
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
+        self._backward.is_dynamic = bool(values["dynamic"])
         # Whether to warn about gradients that were not scaled.
         self._expects_scaling = values["scale"] != 1 or values["dynamic"]
 
@@ -308,7 +313,7 @@ class GradScaler:
             raise RuntimeError(
                 f"unscale_() was called {when} for this optimizer since the last "
                 "update(). Call unscale_(), step() and update() once, in this order. "
-                f"{_START_AFRESH}"
+                f"{START_AFRESH}"
             )
         inverse = self._backward.inverse_scale() if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
@@ -343,12 +348,7 @@ class GradScaler:
             >>> scaler.step(optimizer, model, grads)
             array(False, dtype=bool)
         """
-        if not self._enabled and not is_wrapper(optimizer):
-            _check_model(model, "apply_gradients()")
-            optimizer.update(model, grads)
-        else:
-            self._step(optimizer, model, grads, is_last=False)
-        return self._state["last_step_applied"]
+        return self._step(optimizer, model, grads, is_last=False)
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Like :meth:`step`, but take and return a tree of parameters.
@@ -356,37 +356,52 @@ class GradScaler:
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``grads``.
         """
-        if not self._enabled and not is_wrapper(optimizer):
-            return optimizer.apply_gradients(grads, parameters)
-        leaves, new, writes = self._plan(optimizer, grads, parameters, is_last=False)
-        commit(writes)
-        return tree_of({x.path: x.parameter for x in leaves} | new, grads)
+        return self._apply(optimizer, grads, parameters, is_last=False)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
-        if not self._enabled and not is_wrapper(optimizer):
-            return self.step(optimizer, model, grads)
-        self._step(optimizer, model, grads, is_last=True)
-        self._end_iteration()
-        return self._state["last_step_applied"]
+        return self._step(optimizer, model, grads, is_last=True)
 
     def _participant(self, optimizer: Any) -> Participant:
         if is_wrapper(optimizer):
             wrapped: Participant = optimizer._participant(self)
             return wrapped
         check_supported(optimizer)
+        user: Any
+        for user in self._users.values():
+            if is_wrapper(user) and user.optimizer is optimizer:
+                raise ValueError(
+                    "This optimizer belongs to a LossScaleOptimizer, which keeps "
+                    "master weights for it. Pass the LossScaleOptimizer instead."
+                )
         return Participant(optimizer, self._ranks)
 
     def _step(
         self, optimizer: Any, model: nn.Module, grads: Any, is_last: bool
-    ) -> None:
+    ) -> mx.array:
         """Update a model and, if ``is_last``, the scale."""
         _check_model(model, "apply_gradients()")
+        if not self._enabled and not is_wrapper(optimizer):
+            optimizer.update(model, grads)
+            return self._state["last_step_applied"]
         leaves, new, writes = self._plan(optimizer, grads, model, is_last)
         for leaf in leaves:
             if leaf.path in new:
                 writes.append((leaf.container, leaf.key, new[leaf.path]))
         commit(writes)
+        if is_last:
+            self._end_iteration()
+        return self._state["last_step_applied"]
+
+    def _apply(self, optimizer: Any, grads: Any, parameters: Any, is_last: bool) -> Any:
+        """Return a tree of new parameters and, if ``is_last``, update the scale."""
+        if not self._enabled and not is_wrapper(optimizer):
+            return optimizer.apply_gradients(grads, parameters)
+        leaves, new, writes = self._plan(optimizer, grads, parameters, is_last)
+        commit(writes)
+        if is_last:
+            self._end_iteration()
+        return tree_of({x.path: x.parameter for x in leaves} | new, grads)
 
     def _plan(
         self, optimizer: Any, grads: Any, parameters: Any, is_last: bool
@@ -402,12 +417,14 @@ class GradScaler:
             raise RuntimeError(
                 "step() was called twice for this optimizer since the last update(). "
                 "Call update() once per iteration. If step() runs inside mx.compile, "
-                f"call update() in the same function. {_START_AFRESH}"
+                f"call update() in the same function. {START_AFRESH}"
             )
-        is_model = isinstance(grads, nn.Module)  # rejected by match()
-        if self._mode == _SCALED and not stage and not is_model and arrays(grads):
-            grads = unscale(grads, self._backward.inverse_scale())
         leaves = match(grads, parameters)
+        if self._mode == _SCALED and not stage and leaves:
+            scaled = [leaf.gradient for leaf in leaves]
+            unscaled = unscale(scaled, self._backward.inverse_scale())
+            pairs = zip(leaves, unscaled, strict=True)
+            leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
         self._backward.check_unscaled(leaves)
         if self._enabled:
             self._warn_about(leaves, participant)
@@ -472,6 +489,8 @@ class GradScaler:
         if new_scale is not None:
             self._state["scale"] = rule.clamp(self._state, new_scale)
             self._state["skips_since_update"] = mx.array(0)
+            if not isinstance(new_scale, mx.array):
+                read(self._state["scale"])  # MLX cannot evaluate it in another thread
             self._end_iteration()
             return
         if not self._stages:
@@ -495,11 +514,13 @@ class GradScaler:
 
         An ``update()`` by itself has no ``optimizer`` and no ``applied``.
         """
-        unstepped = []  # gradients that were unscaled but not stepped count too
-        for stage in self._stages.values() if is_last else ():
-            if stage.finite is not None and stage.optimizer is not optimizer:
-                unstepped.append(stage.ranks.agree(stage.finite))
-        changed = _advanced(self._state, applied, unstepped if is_last else None)
+        unstepped = None
+        if is_last:  # gradients that were unscaled but not stepped count too
+            unstepped = []
+            for stage in self._stages.values():
+                if stage.finite is not None and stage.optimizer is not optimizer:
+                    unstepped.append(stage.ranks.agree(stage.finite))
+        changed = _advanced(self._state, applied, unstepped)
         return [(self._state, name, value) for name, value in changed.items()]
 
     def get_scale(self) -> float:
@@ -594,7 +615,7 @@ class GradScaler:
         if self._stages:
             raise RuntimeError(
                 "A GradScaler can only be copied or pickled between iterations. Call "
-                f"update() first. {_START_AFRESH}"
+                f"update() first. {START_AFRESH}"
             )
         left_out = ("_backward", "_stages", "_skip_watch", "_users")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
@@ -612,7 +633,7 @@ def _advanced(
     applied: mx.array | None,
     unstepped: list[mx.array] | None,
 ) -> dict[str, mx.array]:
-    """Count a step, if there is ``applied``; update, if there is a list of flags."""
+    """Count a step if ``applied`` is given; update if ``unstepped`` is a list."""
     changed = {} if applied is None else rule.count_step(state, applied)
     if unstepped is not None:
         # Skips are counted in the state, so that compiled steps count as well.

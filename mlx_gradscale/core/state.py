@@ -54,7 +54,10 @@ class State(dict[str, Any]):
 
 
 def emptied(state: State) -> State:
-    """Return a state without moments and master weights; the given one keeps them."""
+    """Return a state without moments and master weights; the given one keeps them.
+
+    The inner optimizers get new dicts.
+    """
     for part in single_optimizers(state.owner):
         part.state = dict(part.state)
     _remove_moments(state.owner)
@@ -153,7 +156,8 @@ def write(state: State, loaded: dict[str, Any]) -> None:
 def take(state: State, parts: tuple[str, ...]) -> dict[str, Any]:
     """Remove and return, by path, what was loaded before the parameters were known.
 
-    The values come from the state, where ``mx.compile`` may have put tracers.
+    The values come from the state itself: if this runs inside ``mx.compile``, they are
+    tracers, which a copy of the loaded state would not have.
     """
     found = {p: x for p, x in tree_flatten(state) if p.startswith(parts)}
     if parts:

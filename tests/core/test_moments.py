@@ -61,5 +61,5 @@ def test_bfloat16_moments_decay_where_rounding_to_the_nearest_would_freeze_them(
 
 def test_bfloat16_moments_of_a_third_party_optimizer_are_refused():
     inner = optim.MultiOptimizer([type("Own", (optim.Adam,), {})(0.1)], [])
-    with pytest.raises(ValueError, match="Own stores its state itself"):
+    with pytest.raises(ValueError, match="Own manages its own state"):
         LossScaleOptimizer(inner, moments="bfloat16")

@@ -129,13 +129,25 @@ def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
     assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32
 
 
-def test_float16_loss_is_warned_about_only_if_the_scale_does_not_fit_float16():
-    for scale, n_warnings in ((2.0**16, 1), (512.0, 0)):
-        scaler, model = GradScaler(scale), nn.Linear(1, 1)
-        model.set_dtype(mx.float16)
-        gradient = scaler.value_and_grad(model, lambda x, m=model: m(x).sum())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            gradient(mx.ones((1, 1), mx.float16))
-            gradient(mx.ones((1, 1), mx.float16))
-        assert len([w for w in caught if "loss is float16" in str(w)]) == n_warnings
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("scaler", "compiled", "n_warnings"),
+    [
+        (GradScaler(2.0**16), False, 1),
+        (GradScaler(512.0), False, 0),
+        (GradScaler(512.0), True, 1),  # it may grow
+        (GradScaler(512.0, dynamic=False), True, 0),
+    ],
+)
+def test_float16_loss_is_warned_about_only_if_the_scale_may_not_fit_float16(
+    scaler, compiled, n_warnings
+):
+    model = nn.Linear(1, 1)
+    model.set_dtype(mx.float16)
+    gradient = scaler.value_and_grad(model, lambda x: model(x).sum())
+    gradient = mx.compile(gradient, inputs=scaler.state) if compiled else gradient
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradient(mx.ones((1, 1), mx.float16))
+        gradient(mx.ones((1, 1), mx.float16))
+    assert len([w for w in caught if "loss is float16" in str(w)]) == n_warnings

@@ -130,6 +130,17 @@ def test_wrappers_of_parts_of_a_model_have_state_only_for_their_parts():
         assert optimizer.step.item() == 1
 
 
+def test_optimizer_inside_a_wrapper_is_refused_in_its_place():
+    scaler, inner, weights = GradScaler(8.0), optim.SGD(0.1), {"w": mx.ones(1)}
+    wrapper = LossScaleOptimizer(inner, scaler)
+    for call in (scaler.unscale_, partial(scaler.apply_gradients, parameters=weights)):
+        with pytest.raises(ValueError, match="Pass the LossScaleOptimizer instead"):
+            call(inner, weights)
+    del wrapper
+    scaler.scale(mx.array(1.0))
+    scaler.apply_gradients(inner, weights, weights)
+
+
 def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
     scaler, weights = GradScaler(enabled=False), {"w": mx.ones(1, mx.float16)}
     pair = [LossScaleOptimizer(optim.SGD(1e-4), scaler) for _ in range(2)]

@@ -268,7 +268,7 @@ def test_optimizer_that_raises_leaves_parameters_and_state_unchanged():
         fails = False
 
         def apply_single(self, gradient, parameter, state):
-            state["m"] = state["m"] + 1
+            state["m"] += 1  # in place
             if self.fails:
                 state["late"] = gradient
                 raise FloatingPointError
@@ -281,6 +281,16 @@ def test_optimizer_that_raises_leaves_parameters_and_state_unchanged():
     with pytest.raises(FloatingPointError):
         optimizer.apply_gradients({"w": mx.full((2,), 2.0)}, weights)
     assert bits([weights, optimizer.state]) == before
+
+
+def test_master_weights_are_float32_even_if_the_optimizer_returns_float16():
+    class Narrow(Own):
+        def apply_single(self, gradient, parameter, state):
+            return (parameter - gradient).astype(mx.float16)
+
+    optimizer, weights = GuardedOptimizer(Narrow()), {"w": mx.ones(2, mx.float16)}
+    optimizer.apply_gradients(weights, weights)
+    assert optimizer.state["masters"]["w"].dtype == mx.float32
 
 
 def test_parameter_added_later_gets_its_own_first_step():

@@ -7,6 +7,8 @@ import mlx.optimizers as optim
 import pytest
 from support.optimizer_helpers import Training
 
+from mlx_gradscale import GradScaler
+
 pytestmark = pytest.mark.compiles
 each_loop = pytest.mark.parametrize(
     "compiled", [False, True], ids=["eager", "compiled"]
@@ -37,6 +39,13 @@ def test_optimizer_made_in_one_thread_trains_in_another(compiled, init):
     before = training.optimizer.step.item()
     train(training)
     assert training.optimizer.step.item() == 2 * before
+
+
+def test_scale_that_is_set_in_one_thread_is_read_in_another():
+    scaler = GradScaler()
+    scaler.update(1024.0)
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(scaler.get_scale).result() == 1024.0
 
 
 @each_loop
