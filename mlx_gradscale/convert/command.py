@@ -217,17 +217,21 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     with atomic_folder(path) as folder:
         save_checkpoint(folder, model, optimizer, run.scaler, **extra)
         write_template(folder, template)
-    print("\n".join([f"Wrote {printable(path)}.", *_advice(str(path), run)]))
+    advice = _advice(str(path), run, arguments.model)
+    print("\n".join([f"Wrote {printable(path)}.", *advice]))
 
 
-def _advice(path: str, run: TorchRun) -> list[str]:
+def _advice(path: str, run: TorchRun, model: str | None) -> list[str]:
     """Return lines to print after a conversion, with code to paste."""
     if run.optimizer is None:
         return ["There is no optimizer. The weights are in save-*/model.safetensors."]
     has_scaler = run.scaler is not None
+    module, _, name = str(model or "").partition(":")
+    created = [f"from {module} import {name}", f"model = {name}()"] if name else []
     lines = [
-        "To resume:",
+        "To resume:" if created else "To resume, create the model, and then:",
         "from mlx_gradscale import GradScaler, convert, restore_checkpoint",
+        *created,
         f"optimizer = convert.build_optimizer({path!r})",
         *["scaler = GradScaler()"] * has_scaler,
         f"restore_checkpoint({path!r}, model, optimizer{', scaler' * has_scaler})",

@@ -332,8 +332,14 @@ def replace_loss(outputs: Any, loss: mx.array) -> Any:
     return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss
 
 
-def refuse_scaled(loss_fn: Any) -> None:
-    """Raise if a loss function was returned by ``scale_loss()``."""
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise if this is not a loss function, or if ``scale_loss()`` returned it."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "Expected the loss function, which returns the loss, got "
+            f"{type(loss_fn).__name__}. To scale a loss as in PyTorch, use "
+            "GradScaler.scale()."
+        )
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function was returned by scale_loss() and would be scaled "

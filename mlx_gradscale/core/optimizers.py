@@ -28,7 +28,7 @@ def check_supported(optimizer: Any) -> None:
     """Raise if ``optimizer`` is not an optimizer whose steps can be skipped."""
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {kind.__name__}.")
+        raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {optimizer!r}.")
     if is_wrapper(optimizer):
         raise TypeError(
             "A LossScaleOptimizer cannot be wrapped, or be part of a MultiOptimizer. "

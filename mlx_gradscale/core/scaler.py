@@ -20,7 +20,7 @@ from .gradients import (
     START_AFRESH,
     Backward,
     Passes,
-    refuse_scaled,
+    check_loss_fn,
     unscale,
     unscale_in_place,
 )
@@ -214,7 +214,7 @@ class GradScaler:
         _check_model(model, "mx.value_and_grad with scale_loss()")
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
-        refuse_scaled(loss_fn)
+        check_loss_fn(loss_fn)
         if self._enabled:
             self._set_mode(_UNSCALED)
         return self._backward.value_and_grad(model, loss_fn, casting, self._enabled)
@@ -244,7 +244,7 @@ class GradScaler:
         """
         if not self._enabled:
             return loss_fn
-        refuse_scaled(loss_fn)
+        check_loss_fn(loss_fn)
         self._set_mode(_UNSCALED)
         return self._backward.scale_loss(loss_fn, model)
 

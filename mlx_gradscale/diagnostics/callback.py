@@ -65,8 +65,9 @@ class LossScaleCallback:
 
     def _line(self, report: dict[str, Any]) -> str:
         new = report["skipped_steps"] - self._skipped_before
+        scale = report["loss_scale"]
         parts = [
-            f"scale {power(report['loss_scale'])}",
+            f"scale {power(scale)}" if scale != 1 else "",
             f"skipped {report['skipped_steps']}" + (f" ({new} new)" if new else ""),
             f"grad norm {report['grad_norm']:.3g}" if "grad_norm" in report else "",
         ]

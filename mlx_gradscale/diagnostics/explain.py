@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.forward import Casting
-from ..core.gradients import refuse_scaled
+from ..core.gradients import check_loss_fn
 from ..core.scaler import GradScaler
 from ..files.text import power
 from ..float32.faults import Fault, find_fault
@@ -134,7 +134,7 @@ def explain_overflow(
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
-    refuse_scaled(loss_fn)
+    check_loss_fn(loss_fn)
     number = 1.0 if scale is None else scale_of(scale)
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, batch, named, casting)

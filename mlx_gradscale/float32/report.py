@@ -87,9 +87,10 @@ class Float32Search:
             )
         if self.problem or not why:
             return ""
-        lines = "this line" if len(why) == 1 else "these lines"
-        add = f"Add {lines} before the first step, and before it is compiled:"
-        return "\n".join([*why.values(), add, *why])
+        is_worth_it = not self.where or self.float16_parameters >= 0.5
+        add = "Add" if is_worth_it else "To compute in half precision anyway, add"
+        add += " these lines before the first step, and compile it again:"
+        return "\n".join([*why.values(), add, "    import mlx_gradscale", *why])
 
     @property
     def summary(self) -> list[str]:
@@ -113,8 +114,8 @@ class Float32Search:
         is_float16 = not self.rows or self.rows[0].maximum == Row.maximum
         wide = "bfloat16, which has the same range as float32, or in " * is_float16
         return (
-            f"Only {share} could compute in half precision, which saves little. Train "
-            f"in {wide}float32 instead."
+            f"Only {share} could compute in half precision, which saves little. It is "
+            f"better to train in {wide}float32."
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

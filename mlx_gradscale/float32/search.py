@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..core.forward import Casting
-from ..core.gradients import refuse_scaled
+from ..core.gradients import check_loss_fn
 from ..files.text import dtype_name, power
 from .calls import is_inside, owner_of
 from .faults import find_fault
@@ -84,7 +84,7 @@ def find_float32_layers(
         >>> float32_layers(model, found)
         ['layers.1', 'layers.2']
     """
-    refuse_scaled(loss_fn)
+    check_loss_fn(loss_fn)
     if not 1.0 <= margin < math.inf:
         raise ValueError(f"margin must be finite and at least 1, got {margin!r}.")
     if not 0.0 < tolerance < 1.0:

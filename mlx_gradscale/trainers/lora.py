@@ -50,7 +50,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "loss-scale": {
         "metavar": "dynamic|NUMBER|off",
         "help": "Dynamic or fixed loss scale. With off, non-finite steps are still "
-        "skipped. Default: dynamic, starting from a scale found on the first batch.",
+        "skipped. Default: in float16, dynamic, starting from a scale found on the "
+        "first batch; otherwise off.",
     },
     **OPTIMIZER_FLAGS,
     "float32-layers": {
@@ -119,7 +120,7 @@ def _import_host() -> Any:
 
 def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = build()
-    group = parser.add_argument_group("loss scaling (mlx_gradscale)")
+    group = parser.add_argument_group("master weights and loss scaling (mlx_gradscale)")
     for name, options in _FLAGS.items():
         group.add_argument(f"--{name}", **options)
     parser.epilog = (
@@ -129,9 +130,13 @@ def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
     return parser
 
 
-def wrap_optimizer(optimizer: Optimizer, args: Any) -> LossScaleOptimizer:
+def wrap_optimizer(
+    optimizer: Optimizer, args: Any, has_float16: bool = True
+) -> LossScaleOptimizer:
     """Wrap mlx-lm's optimizer in a ``LossScaleOptimizer`` with the given options."""
     scale, world = read_loss_scale(args.loss_scale), mx.distributed.init()
+    if args.loss_scale is None and not has_float16:
+        scale = 1.0
     is_group = world.size() > 1
     return LossScaleOptimizer(
         optimizer,

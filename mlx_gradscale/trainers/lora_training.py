@@ -70,7 +70,8 @@ class Training:
         if args.grad_checkpoint:
             grad_checkpoint(model.layers[0])
         self.prepare(model)
-        self.optimizer = wrap_optimizer(optimizer, self._arguments)
+        has_float16 = "float16" in _dtypes(model.parameters()).split()
+        self.optimizer = wrap_optimizer(optimizer, self._arguments, has_float16)
         self.optimizer.init(model.trainable_parameters())
         self._callback = LossScaleCallback(self.optimizer, training_callback)
         self._dataset = train_dataset
@@ -114,14 +115,17 @@ class Training:
             float32_layers(model, Path(layers))
 
     def _print_header(self) -> None:
-        """Print a box like mlx-lm's that names the dtypes and the loss scale."""
-        scaler = self.optimizer.scaler
+        """Print a box like mlx-lm's with dtypes, master weights and loss scale."""
+        scaler, trained = self.optimizer.scaler, self._model.trainable_parameters()
         kind = "dynamic, from" if scaler.state["dynamic"] else "fixed at"
         rows = [
             ("model", _dtypes(self._model.parameters())),
-            ("trained weights", _dtypes(self._model.trainable_parameters())),
-            ("loss scale", f"{kind} {power(scaler.get_scale())}"),
+            ("trained weights", _dtypes(trained)),
         ]
+        if "float16" in _dtypes(trained):  # or bfloat16
+            rows.append(("master weights", self._arguments.masters or "float32"))
+        if scaler.state["dynamic"] or scaler.get_scale() != 1:
+            rows.append(("loss scale", f"{kind} {power(scaler.get_scale())}"))
         if self._world.rank() == 0:
             print_header_panel(make_console(), "mlx_gradscale", rows)
 

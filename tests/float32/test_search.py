@@ -271,7 +271,7 @@ MISUSE = {
     "dtype": (make, [X], {"compute_dtype": mx.int8}, ValueError, "=mx.float16"),
     "frozen": (lambda: (make()[0].freeze(), mx.sum), [X], {}, ValueError, "Unfreeze"),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
-    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "not callable"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "Expected the loss function"),
     "scaled": (lambda: (make()[0], SCALED), [X], {}, TypeError, "by scale_loss"),
 }
 
