@@ -1,7 +1,8 @@
 """Cast a model for the forward pass, and restore it afterwards."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from .finite import all_finite
-from .trees import Writes, commit, is_floating, leaves, walk
+from .trees import CONTAINERS, Writes, commit, is_floating, leaves, walk
 
 
 class Casting(NamedTuple):
@@ -122,7 +123,7 @@ class Entrance:
             cast = self._casting.cast if is_cast else lambda x: x
             self._intercept(False)
             try:
-                with substitute((args, kwargs), cast) as (args, kwargs):
+                with Substitution((args, kwargs), cast) as (args, kwargs):
                     return function(*args, **kwargs)
             finally:
                 self._intercept(True)
@@ -166,48 +167,94 @@ class _Hidden:
         pass
 
 
-@contextmanager
-def substitute(tree: Any, new: Callable[[mx.array], Any]) -> Iterator[Any]:
-    """Replace the arrays in a tree of arguments within a ``with`` block.
+# How dicts and lists replace a value. Subclasses with a method of their own, such as
+# immutable dicts, are left alone.
+_REPLACES = (dict.__setitem__, OrderedDict.__setitem__, list.__setitem__)
 
-    A module may write to the dicts and lists that it is given, so they stay the same
-    objects: their arrays are replaced, and are restored on exit unless the module has
-    replaced them. Tuples are built anew; models and other objects are left alone.
+
+class Derived(mx.array):
+    """An array that refers to its source, until it is changed in place."""
+
+    source: Any = None
+
+
+def forget_source(cls: type[Derived], method: str) -> None:
+    """Make a method of ``mx.array`` clear the source of a derived array."""
+    function = getattr(mx.array, method)
+
+    def forget(self: Derived, *args: Any, **kwargs: Any) -> Any:
+        self.source = None
+        return function(self, *args, **kwargs)
+
+    setattr(cls, method, forget)
+
+
+for _method in (
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
+    *("__irshift__", "__setitem__"),
+):
+    if hasattr(mx.array, _method):
+        forget_source(Derived, _method)
+
+
+class Substitution:
+    """A context in which the arrays in a tree of arguments are replaced.
+
+    A module may write to what it is given. So dicts and lists stay the same objects:
+    their arrays are replaced, and are restored on exit, wherever the module has moved
+    them. Arrays that it has changed in place are changed on exit. Tuples are built
+    anew; models and other objects are left alone.
     """
-    writes: list[tuple[Any, Any, Any, Any]] = []
-    try:
-        yield _substitute(tree, new, {}, writes)
-    finally:
-        for box, key, old, value in writes:
-            with suppress(LookupError):  # the key or index may be gone
-                if box[key] is value:
-                    box[key] = old
 
+    def __init__(self, tree: Any, new: Callable[[mx.array], Any]):
+        self._tree = tree
+        self._new = new
+        # Maps the id of each visited object to the object, which keeps the id unique,
+        # and its replacement. What occurs twice is replaced once.
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._boxes: list[Any] = []
 
-def _substitute(
-    x: Any,
-    new: Callable[[mx.array], Any],
-    known: dict[int, tuple[Any, Any]],
-    writes: list[tuple[Any, Any, Any, Any]],
-) -> Any:
-    # ``known`` maps the id of each visited object to the object, which keeps the id
-    # unique, and its replacement. What occurs twice is replaced once.
-    if id(x) in known:
-        return known[id(x)][1]
-    known[id(x)] = x, x
-    is_tuple = type(x) is tuple or hasattr(x, "_fields")
-    if isinstance(x, mx.array):
-        known[id(x)] = x, new(x)
-    elif is_tuple or (isinstance(x, (dict, list)) and not isinstance(x, nn.Module)):
-        box: Any = list(x) if is_tuple else x
-        for key, old in list(box.items() if isinstance(box, dict) else enumerate(box)):
-            value = _substitute(old, new, known, writes)
-            if value is not old:
-                box[key] = value
-                writes.append((box, key, old, value))
-        if is_tuple:
-            known[id(x)] = x, type(x)(*box) if hasattr(x, "_fields") else tuple(box)
-    return known[id(x)][1]
+    def __enter__(self) -> Any:
+        return self._visit(self._tree)
+
+    def _visit(self, x: Any) -> Any:
+        if id(x) in self._known:
+            return self._known[id(x)][1]
+        self._known[id(x)] = x, x
+        if isinstance(x, mx.array):
+            new = self._new(x)
+            if new is not x:
+                new = Derived(new)
+                new.source = x
+            self._known[id(x)] = x, new
+        elif isinstance(x, tuple):
+            # tuple.__new__, because the class may have a constructor of its own.
+            self._known[id(x)] = x, tuple.__new__(type(x), map(self._visit, x))
+        elif isinstance(x, nn.Module):
+            pass
+        elif getattr(type(x), "__setitem__", None) in _REPLACES:
+            self._boxes.append(x)
+            for key, old in list(x.items() if isinstance(x, dict) else enumerate(x)):
+                if isinstance(old, (mx.array, *CONTAINERS)):
+                    new = self._visit(old)
+                    if new is not old:
+                        x[key] = new
+        return self._known[id(x)][1]
+
+    def __exit__(self, *_: Any) -> None:
+        replaced = {}
+        for old, new in self._known.values():
+            if isinstance(new, Derived) and new.source is None:
+                old[...] = new
+            if new is not old:
+                replaced[id(new)] = old
+        for box in self._boxes:
+            for key, x in list(
+                box.items() if isinstance(box, dict) else enumerate(box)
+            ):
+                if id(x) in replaced:
+                    box[key] = replaced[id(x)]
 
 
 @contextmanager
@@ -258,4 +305,5 @@ def writable_arrays(tree: Any) -> Writes:
 
 def is_opaque(x: Any) -> bool:
     """Return whether ``tree_map`` must treat ``x`` (a model, say) as a leaf."""
-    return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")
+    is_named_tuple = isinstance(x, tuple) and hasattr(x, "_fields")
+    return type(x) not in (dict, list, tuple) and not is_named_tuple

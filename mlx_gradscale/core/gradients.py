@@ -16,7 +16,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from .forward import Casting, Entrance, is_opaque, preserve, substitute
+from .forward import (
+    Casting,
+    Derived,
+    Entrance,
+    Substitution,
+    forget_source,
+    is_opaque,
+    preserve,
+)
 from .fusion import each_use
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
@@ -25,36 +33,20 @@ from .trees import Leaf, commit, is_floating, leaves, read, slots
 START_AFRESH = (
     "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
 )
-# Methods that modify an array in place or expose its memory.
-_CHANGES_IN_PLACE = (
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
-    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
-    *("__irshift__", "__setitem__", "__dlpack__", "__buffer__"),
-)
 
 
-class LazyGradient(mx.array):
+class LazyGradient(Derived):
     """An unscaled gradient that refers to the scaled one until it may have changed."""
 
     # The scaled gradient and the reciprocal of the scale.
     source: tuple[mx.array, mx.array] | None = None
 
 
-def _forget_source(name: str) -> Callable[..., Any]:
-    method = getattr(mx.array, name)
-
-    def forget_source(self: LazyGradient, *args: Any, **kwargs: Any) -> Any:
-        self.source = None
-        return method(self, *args, **kwargs)
-
-    return forget_source
-
-
-for _name in _CHANGES_IN_PLACE:
-    # Before Python 3.12, a class cannot see that its buffer is exported, so a step
-    # ignores what is written through a NumPy view.
-    if hasattr(mx.array, _name):
-        setattr(LazyGradient, _name, _forget_source(_name))
+# What exposes the memory of an array may change it. Before Python 3.12, a class cannot
+# see that its buffer is exported, so a step ignores writes through a NumPy view.
+for _method in ("__dlpack__", "__buffer__"):
+    if hasattr(mx.array, _method):
+        forget_source(LazyGradient, _method)
 
 
 @dataclass
@@ -65,16 +57,13 @@ class Passes:
     # that have unscaled a gradient.
     n_calls: int = 0
     n_unscaling_calls: int = 0
-    # Whether the gradient of an argument was unscaled. The caller may have computed the
-    # argument from parameters.
-    has_argument: bool = False
-    # Of each parameter with an unscaled gradient: the container's id with the key, and
-    # the array's id.
-    known: set[Any] = field(default_factory=set)
-
-    def have_scaled_gradients(self) -> bool:
-        """Return whether a call has unscaled nothing: all its gradients are scaled."""
-        return self.n_calls > self.n_unscaling_calls
+    # Whether such a call has found a model, and has unscaled the gradient of another
+    # argument, which the caller may have computed with other parts of the model.
+    has_features: bool = False
+    # The most arguments that a call has unscaled. They may be the parameters.
+    n_arguments: int = 0
+    # The container's id and the key of each parameter whose gradient is unscaled.
+    places: set[tuple[int, Any]] = field(default_factory=set)
 
 
 class Backward:
@@ -82,6 +71,8 @@ class Backward:
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
+        # The places of all earlier passes: a compiled function passes here only once.
+        self._places: set[tuple[int, Any]] = set()
         self._has_derivative = False
         self._has_seen_loss = False
         self.is_dynamic = True
@@ -132,7 +123,7 @@ class Backward:
                 return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
             if not self._has_seen_loss:
                 self._check_loss(loss)
-            self.passes.known.update(places)
+            self.passes.places.update(places)
             weight_id = id(next(iter(places.values()))[2]) if places else 0
             watch.look(scale, weight_id, self.warn_once)
             return outputs, unscale(gradients, 1.0 / scale)
@@ -151,6 +142,7 @@ class Backward:
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
             scale, is_differentiated, has_unscaled = self._state["scale"], False, False
+            n_arguments = 0
             objects = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
             models = [x for _, x in objects if isinstance(x, nn.Module)]
             parameters = [x.trainable_parameters() for x in models]
@@ -165,16 +157,19 @@ class Backward:
                 nonlocal has_unscaled
                 self.passes.n_unscaling_calls += not has_unscaled
                 has_unscaled = True
-                self.passes.known.update(places, (id(x[2]) for x in places.values()))
+                self.passes.places.update(places)
                 return _unscale_and_scale_next(cotangent, inverse)
 
             def unscale_argument(cotangent: mx.array, inverse: mx.array) -> Any:
-                self.passes.has_argument = True
+                nonlocal n_arguments
+                n_arguments += 1
+                self.passes.n_arguments = max(self.passes.n_arguments, n_arguments)
+                self.passes.has_features |= bool(models)
                 return unscale_gradient(cotangent, inverse)
 
             wrap = partial(_with_gradient, 1.0 / scale)
             with (
-                substitute((args, kwargs), partial(wrap, unscale_argument)) as both,
+                Substitution((args, kwargs), partial(wrap, unscale_argument)) as both,
                 preserve(models, parameters) as (places, substitutes),
             ):
                 wrap_own = partial(wrap, unscale_gradient)
@@ -194,34 +189,42 @@ class Backward:
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def check_unscaled(self, stepped: list[Leaf]) -> None:
+    def check_unscaled(self, stepped: list[Leaf], is_model: bool) -> None:
         """Raise if ``scale_loss()`` may have left a gradient of this step scaled.
 
         A parameter that it did not find has a scaled gradient, or zero if the loss does
         not depend on it. Inside ``mx.compile``, no value can be read, so both count as
-        errors; passing the whole model avoids them.
+        errors; passing the whole model avoids them. Nothing is known of the parameters
+        in a tree, unless a call has unscaled nothing at all.
         """
         passes = self.passes
-        if not passes.n_calls:
+        has_scaled = passes.n_calls > passes.n_unscaling_calls
+        may_be_arguments = passes.has_features or passes.n_arguments >= len(stepped)
+        is_unknown = may_be_arguments or not is_model
+        if not passes.n_calls or (is_unknown and not has_scaled):
             return
-        has_scaled = passes.have_scaled_gradients()
+        steps = {(id(leaf.container), leaf.key) for leaf in stepped}
+        # If this iteration knows one of the parameters, it has to know all of them.
+        known = self._places if steps.isdisjoint(passes.places) else passes.places
         for leaf in stepped:
-            place = id(leaf.container), leaf.key
-            is_known = place in passes.known or id(leaf.parameter) in passes.known
-            # A lazy gradient comes from value_and_grad().
-            if isinstance(leaf.gradient, LazyGradient) or (
-                (is_known or passes.has_argument) and not has_scaled
-            ):
+            is_known = (id(leaf.container), leaf.key) in known
+            is_lazy = isinstance(leaf.gradient, LazyGradient)  # from value_and_grad()
+            if is_lazy or (is_known and not has_scaled):
                 continue
             if is_floating(leaf.gradient) and read(mx.any(leaf.gradient)) is not False:
                 raise RuntimeError(
                     f"The gradient of {leaf.path!r} is still scaled, or includes one "
-                    "that is: a function returned by scale_loss() was differentiated "
-                    "with respect to arrays that it did not find. Pass the whole "
-                    "model, scale_loss(loss_fn, model), and pass other arrays to the "
-                    "function as arguments. Do not mix gradients from scale_loss() "
-                    f"with gradients from nn.value_and_grad(). {START_AFRESH}"
+                    "that is: scale_loss() did not find the parameter. Wrap a function "
+                    "that calls the model, and pass the whole model, scale_loss("
+                    "loss_fn, model). Pass other arrays to the function as arguments. "
+                    "Do not mix gradients from scale_loss() with gradients from "
+                    f"nn.value_and_grad(). {START_AFRESH}"
                 )
+
+    def end_iteration(self) -> None:
+        """Forget the passes of this iteration, but not the parameters they knew."""
+        self._places |= self.passes.places
+        self.passes = Passes()
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""

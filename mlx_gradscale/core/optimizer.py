@@ -284,7 +284,7 @@ class LossScaleOptimizer(Optimizer):
         if self._initialized:
             self._initialized = replace(self.state, loaded, parts)
         else:
-            write(self.state, loaded)
+            write(self.state, loaded, parts)
             self._loaded = parts
         if fields:
             self.scaler._fill(fields)

@@ -19,7 +19,6 @@ from .fusion import root_of
 from .gradients import (
     START_AFRESH,
     Backward,
-    Passes,
     check_loss_fn,
     unscale,
     unscale_in_place,
@@ -425,7 +424,7 @@ class GradScaler:
             unscaled = unscale(scaled, self._backward.inverse_scale())
             pairs = zip(leaves, unscaled, strict=True)
             leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
-        self._backward.check_unscaled(leaves)
+        self._backward.check_unscaled(leaves, isinstance(parameters, nn.Module))
         if self._enabled:
             self._warn_about(leaves, participant)
         if needs_init(optimizer) or needs_init(participant.optimizer):
@@ -456,10 +455,9 @@ class GradScaler:
         """Warn about gradients that may have underflowed, and updates that are lost."""
         if self._mode is None and self._expects_scaling:
             self._backward.warn_once("other gradients")
-        if participant.masters is not None:
-            return
-        if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
-            self._backward.warn_once("no master weights")
+        for leaf in leaves if participant.masters is None else ():
+            if leaf.parameter.dtype in HALF:
+                self._backward.warn_once("no master weights")
 
     def _refuse_if_shared(self) -> None:
         """Raise if more than one optimizer steps with this scaler."""
@@ -504,7 +502,7 @@ class GradScaler:
 
     def _end_iteration(self) -> None:
         self._stages.clear()
-        self._backward.passes = Passes()
+        self._backward.end_iteration()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def _advance(

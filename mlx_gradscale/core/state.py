@@ -128,13 +128,13 @@ def replace(state: State, loaded: dict[str, Any], parts: tuple[str, ...]) -> boo
             f"{_SAME}"
         )
     if added:
-        write(state, loaded)
+        write(state, loaded, parts)
     else:
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
     return not added
 
 
-def write(state: State, loaded: dict[str, Any]) -> None:
+def write(state: State, loaded: dict[str, Any], parts: tuple[str, ...]) -> None:
     """Write loaded values to a state that may not be initialized, without checks."""
     inner = tree_unflatten(list(loaded.items()))["optimizer"]
     there, here = map(_single_states, (inner, state.owner.state))
@@ -143,6 +143,7 @@ def write(state: State, loaded: dict[str, Any]) -> None:
             f"The state has {len(there)} inner optimizers, but this optimizer has "
             f"{len(here)}. {_SAME}"
         )
+    take(state, parts)
     for old, new in zip(here, there, strict=True):
         old.update(new)
     for path, x in loaded.items():

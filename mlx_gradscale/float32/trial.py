@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from ..core.forward import Casting, is_opaque
+from ..core.forward import Casting, Substitution, is_opaque
 from ..core.gradients import loss_of
 from ..core.masters import HALF
 from ..core.scaler import GradScaler
@@ -221,17 +221,21 @@ class Run:
                 # A checkpointed layer runs again in the backward pass, where its caller
                 # is unknown: use the enclosing module.
                 caller = owner_of([p for p in self.paths if p != path], path)
-            args, kwargs = self._tap((args, kwargs), call, caller, "input")
             self._running.append(call)
+            tap = self._make_tap(call, caller, "input")
             try:
-                outputs = function(*args, **kwargs)
+                with Substitution((args, kwargs), tap) as (args, kwargs):
+                    outputs = function(*args, **kwargs)
             finally:
                 self._running.pop()
-            return self._tap(outputs, call, caller, "output")
+            tap = self._make_tap(call, caller, "output")
+            return tree_map(tap, outputs, is_leaf=is_opaque)
 
         return handle
 
-    def _tap(self, tree: Any, call: Call, caller: str | None, side: str) -> Any:
+    def _make_tap(self, call: Call, caller: str | None, side: str) -> Any:
+        """Return a function that measures an array and its gradient."""
+
         def tap(x: Any) -> Any:
             if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
                 return x
@@ -243,7 +247,7 @@ class Run:
             identity.vjp(lambda _, cotangent, __: self._note(value, cotangent))
             return identity(x)
 
-        return tree_map(tap, tree, is_leaf=is_opaque)
+        return tap
 
     def _note(self, value: Value, gradient: mx.array) -> mx.array:
         value.has_gradient = True

@@ -279,7 +279,18 @@ def test_plain_state_of_another_model_is_refused(when, shape):
         load()
 
 
-@pytest.mark.parametrize("state", [[mx.ones(1)], "a path", 3])
+def test_state_that_was_loaded_before_init_is_replaced_by_the_next():
+    weights = {"w": mx.ones(2, mx.float16)}
+    wrong, right, optimizer = (wrapped(optim.Adam(0.1)) for _ in range(3))
+    wrong.init({"x": mx.ones(3, mx.float16)})
+    right.apply_gradients(weights, weights)
+    for each in (wrong, right):
+        optimizer.state = dict(tree_flatten(each.state))
+    optimizer.init(weights)
+    assert bits(optimizer.state) == bits(right.state)
+
+
+@pytest.mark.parametrize("state", [[mx.ones(1)], "a path", 3, None])
 def test_state_that_is_not_a_dict_is_refused(state):
     with pytest.raises(TypeError, match="must be a dict, got"):
         wrapped().state = state

@@ -242,6 +242,47 @@ def test_model_that_one_of_two_scaled_losses_did_not_find_is_refused(order):
     assert refuses(scaler, models[1], tree_map(mx.add, grads, more))
 
 
+@pytest.mark.parametrize("is_hidden", ["head", "criterion"])
+def test_features_as_an_argument_do_not_excuse_a_model_that_was_not_found(is_hidden):
+    model, scaler, (x, y) = Mlp(), GradScaler(256.0), batch()
+    last = model.layers[1]
+    finish = last if is_hidden == "head" else (lambda h: h)
+    begin = (lambda x: model.layers[0](x)) if is_hidden == "head" else model
+    wrapped = scaler.scale_loss(lambda h: mx.mean(mx.square(finish(h) - y)))
+    _, grads = nn.value_and_grad(model, lambda x: wrapped(begin(x)))(x)
+    assert refuses(scaler, model, grads)
+
+
+def test_parameters_that_are_arguments_may_be_put_into_a_model():
+    model, scaler, (x, y) = Mlp(), GradScaler(256.0), batch()
+    _, expected = nn.value_and_grad(model, mse(model))(x, y)
+    parameters = model.trainable_parameters()
+
+    def loss_fn(parameters, x, y):
+        model.update(parameters)
+        return mse(model)(x, y)
+
+    grads = mx.grad(scaler.scale_loss(loss_fn))(parameters, x, y)
+    model.update(parameters)
+    assert_near(grads, expected)
+    scaler.minimize(optim.SGD(0.1), model, grads)
+
+
+@pytest.mark.compiles
+def test_compiled_gradients_of_one_model_are_known_when_another_is_traced_again():
+    models, scaler = [Mlp(), Mlp()], GradScaler(256.0)
+
+    def compiled(model):
+        fn = nn.value_and_grad(model, scaler.scale_loss(mse(model), model))
+        return mx.compile(lambda x, y: fn(x, y)[1], inputs=model)
+
+    gradients = list(map(compiled, models))
+    for sizes in ((8, 8), (4, 8)):  # the last batch of the first model is smaller
+        for model, gradient, n in zip(models, gradients, sizes, strict=True):
+            scaler.step(optim.SGD(0.1), model, gradient(*batch(n=n)))
+        scaler.update()
+
+
 @either
 def test_gradients_that_pass_through_an_argument_are_unscaled_and_stepped(wrap):
     model, source, (x, y) = Mlp(), make(wrap), batch()

@@ -212,13 +212,16 @@ def test_modules_have_their_own_classes_inside_the_model_and_after_a_loss(ends):
 
 
 class Recurrent(nn.Linear):
-    """Writes its state to a list, and a loss to a dict, that it is given."""
+    """Writes to a list, a dict and an array that it is given."""
 
-    def __call__(self, x, state, aux, module=None, same=None):
+    def __call__(self, x, state, aux, total, module=None, same=None):
         assert x is same
         state[0] = mx.tanh(super().__call__(x) + state[0])
         state.append(x.dtype)
-        aux["loss"] = aux["loss"] + mx.mean(mx.square(state[0].astype(mx.float32)))
+        aux["loss"] += mx.mean(mx.square(state[0].astype(mx.float32)))  # in place
+        aux["moved"] = aux.pop("large")
+        aux["large"] = aux.pop("moved")
+        total[0] = state[0].sum()
         return state[0]
 
 
@@ -226,11 +229,13 @@ def test_module_may_write_to_containers_that_it_is_given():
     model, x = Recurrent(4, 4), mx.ones((2, 4))
 
     def loss_fn(x):
-        state, aux = [mx.zeros((2, 4))], OrderedDict(loss=mx.array(0.0), x=x)
+        state, total = [mx.zeros((2, 4))], mx.zeros(1)
+        aux = OrderedDict(loss=mx.array(0.0), x=x, large=mx.array(1e6))
         for _ in range(2):
-            model(x, state, aux, module="a keyword of any name", same=x)
+            model(x, state, aux, total, module="a keyword of any name", same=x)
         assert aux["x"] is x
-        return aux["loss"], state[1:]
+        assert aux["large"].item() == 1e6  # inf in float16
+        return aux["loss"] + 0.1 * total[0], state[1:]
 
     (expected, _), grads = nn.value_and_grad(model, loss_fn)(x)
     fn = GradScaler(8.0).value_and_grad(model, loss_fn, mx.float16)
