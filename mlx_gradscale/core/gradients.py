@@ -8,7 +8,6 @@ accumulation or averaging, a step uses the gradient as is.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -28,11 +27,8 @@ from .forward import (
 from .fusion import each_use
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
-from .trees import Leaf, commit, is_floating, leaves, read, slots
-
-START_AFRESH = (
-    "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
-)
+from .passes import Call, Passes
+from .trees import Leaf, commit, is_floating, leaves, slots
 
 
 class LazyGradient(Derived):
@@ -49,30 +45,11 @@ for _method in ("__dlpack__", "__buffer__"):
         forget_source(LazyGradient, _method)
 
 
-@dataclass
-class Passes:
-    """What is known of the backward passes since the last ``update()``."""
-
-    # The calls of scale_loss()'s functions that were differentiated, and those of them
-    # that have unscaled a gradient.
-    n_calls: int = 0
-    n_unscaling_calls: int = 0
-    # Whether such a call has found a model, and has unscaled the gradient of another
-    # argument, which the caller may have computed with other parts of the model.
-    has_features: bool = False
-    # The most arguments that a call has unscaled. They may be the parameters.
-    n_arguments: int = 0
-    # The container's id and the key of each parameter whose gradient is unscaled.
-    places: set[tuple[int, Any]] = field(default_factory=set)
-
-
 class Backward:
     """Scale losses for the backward pass and unscale the gradients."""
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        # The places of all earlier passes: a compiled function passes here only once.
-        self._places: set[tuple[int, Any]] = set()
         self._has_derivative = False
         self._has_seen_loss = False
         self.is_dynamic = True
@@ -124,6 +101,7 @@ class Backward:
             if not self._has_seen_loss:
                 self._check_loss(loss)
             self.passes.places.update(places)
+            self.passes.has_scaled_earlier = False
             weight_id = id(next(iter(places.values()))[2]) if places else 0
             watch.look(scale, weight_id, self.warn_once)
             return outputs, unscale(gradients, 1.0 / scale)
@@ -141,37 +119,29 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            scale, is_differentiated, has_unscaled = self._state["scale"], False, False
-            n_arguments = 0
+            scale, call = self._state["scale"], Call(self.passes)
             objects = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
             models = [x for _, x in objects if isinstance(x, nn.Module)]
             parameters = [x.trainable_parameters() for x in models]
 
             def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
-                nonlocal is_differentiated
-                self.passes.n_calls += not is_differentiated
-                is_differentiated = True
+                call.note_scaling()
                 return cotangent * scale
 
             def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> Any:
-                nonlocal has_unscaled
-                self.passes.n_unscaling_calls += not has_unscaled
-                has_unscaled = True
-                self.passes.places.update(places)
+                call.note_unscaling()
                 return _unscale_and_scale_next(cotangent, inverse)
 
             def unscale_argument(cotangent: mx.array, inverse: mx.array) -> Any:
-                nonlocal n_arguments
-                n_arguments += 1
-                self.passes.n_arguments = max(self.passes.n_arguments, n_arguments)
-                self.passes.has_features |= bool(models)
-                return unscale_gradient(cotangent, inverse)
+                call.note_argument()
+                return _unscale_and_scale_next(cotangent, inverse)
 
             wrap = partial(_with_gradient, 1.0 / scale)
             with (
                 Substitution((args, kwargs), partial(wrap, unscale_argument)) as both,
                 preserve(models, parameters) as (places, substitutes),
             ):
+                call.places = frozenset(places)
                 wrap_own = partial(wrap, unscale_gradient)
                 own = [(box, key, wrap_own(x)) for box, key, x in places.values()]
                 substitutes.extend(x for _, _, x in own)
@@ -190,41 +160,11 @@ class Backward:
         return scaled_loss_fn
 
     def check_unscaled(self, stepped: list[Leaf], is_model: bool) -> None:
-        """Raise if ``scale_loss()`` may have left a gradient of this step scaled.
-
-        A parameter that it did not find has a scaled gradient, or zero if the loss does
-        not depend on it. Inside ``mx.compile``, no value can be read, so both count as
-        errors; passing the whole model avoids them. Nothing is known of the parameters
-        in a tree, unless a call has unscaled nothing at all.
-        """
-        passes = self.passes
-        has_scaled = passes.n_calls > passes.n_unscaling_calls
-        may_be_arguments = passes.has_features or passes.n_arguments >= len(stepped)
-        is_unknown = may_be_arguments or not is_model
-        if not passes.n_calls or (is_unknown and not has_scaled):
-            return
-        steps = {(id(leaf.container), leaf.key) for leaf in stepped}
-        # If this iteration knows one of the parameters, it has to know all of them.
-        known = self._places if steps.isdisjoint(passes.places) else passes.places
-        for leaf in stepped:
-            is_known = (id(leaf.container), leaf.key) in known
-            is_lazy = isinstance(leaf.gradient, LazyGradient)  # from value_and_grad()
-            if is_lazy or (is_known and not has_scaled):
-                continue
-            if is_floating(leaf.gradient) and read(mx.any(leaf.gradient)) is not False:
-                raise RuntimeError(
-                    f"The gradient of {leaf.path!r} is still scaled, or includes one "
-                    "that is: scale_loss() did not find the parameter. Wrap a function "
-                    "that calls the model, and pass the whole model, scale_loss("
-                    "loss_fn, model). Pass other arrays to the function as arguments. "
-                    "Do not mix gradients from scale_loss() with gradients from "
-                    f"nn.value_and_grad(). {START_AFRESH}"
-                )
-
-    def end_iteration(self) -> None:
-        """Forget the passes of this iteration, but not the parameters they knew."""
-        self._places |= self.passes.places
-        self.passes = Passes()
+        """Raise if ``scale_loss()`` may have left a gradient of this step scaled."""
+        if self.passes.n_calls or self.passes.has_scaled_earlier:
+            # Lazy gradients come from value_and_grad().
+            others = [x for x in stepped if not isinstance(x.gradient, LazyGradient)]
+            self.passes.check(others, is_model)
 
     def scaled(self, output: mx.array) -> Any:
         """Multiply an output by the scale, and record whether it is differentiated."""

@@ -17,7 +17,6 @@ from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
 from .gradients import (
-    START_AFRESH,
     Backward,
     check_loss_fn,
     unscale,
@@ -27,6 +26,7 @@ from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
+from .passes import START_AFRESH
 from .ranks import Ranks
 from .trees import Leaf, Writes, commit, match, read, tree_of
 
@@ -502,7 +502,8 @@ class GradScaler:
 
     def _end_iteration(self) -> None:
         self._stages.clear()
-        self._backward.end_iteration()
+        if self._backward.passes.n_calls:
+            self._backward.passes.end_iteration()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def _advance(

@@ -269,6 +269,24 @@ def test_parameters_that_are_arguments_may_be_put_into_a_model():
 
 
 @pytest.mark.compiles
+def test_compiled_gradients_that_are_scaled_stay_refused_after_a_fresh_start():
+    model, scaler, xy = Mlp(), GradScaler(256.0), batch()
+    wrong = nn.value_and_grad(model, scaler.scale_loss(mse(model)))  # forgotten
+    state = model.state
+    compiled = mx.compile(lambda x, y: wrong(x, y)[1], inputs=state, outputs=state)
+    for _ in range(2):
+        assert refuses(scaler, model, compiled(*xy))
+        scaler.update(scaler.get_scale())
+    right = nn.value_and_grad(model, scaler.scale_loss(mse(model), model))
+    scaler.minimize(optim.SGD(0.1), model, right(*xy)[1])
+    # Gradients from value_and_grad() are right too, even if they are clipped.
+    assert refuses(scaler, model, wrong(*xy)[1])
+    scaler.update(scaler.get_scale())
+    _, grads = scaler.value_and_grad(model, mse(model))(*xy)
+    scaler.minimize(optim.SGD(0.1), model, optim.clip_grad_norm(grads, 0.1)[0])
+
+
+@pytest.mark.compiles
 def test_compiled_gradients_of_one_model_are_known_when_another_is_traced_again():
     models, scaler = [Mlp(), Mlp()], GradScaler(256.0)
 

@@ -19,6 +19,7 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
     *("trees", "masters", "notices", "scale", "fusion", "finite", "forward"),
+    "passes",
     *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )

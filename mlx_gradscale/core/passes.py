@@ -1,0 +1,115 @@
+"""Know which gradients ``scale_loss()`` has unscaled, and refuse a step with others.
+
+``scale_loss()`` scales the gradient of its output, and unscales those of the parameters
+and arguments that it finds. A parameter that it does not find has a scaled gradient,
+and nothing shows it in the array. So each call of a wrapped loss function records what
+it has unscaled when it is differentiated.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from .trees import Leaf, is_floating, read
+
+START_AFRESH = (
+    "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
+)
+# The id of a container and a key: where a parameter is in a model.
+Place = tuple[int, Any]
+
+
+@dataclass
+class Passes:
+    """The backward passes of a scaler, since the last ``update()`` and before."""
+
+    # The calls of wrapped loss functions that were differentiated in this iteration,
+    # and those of them that have unscaled a gradient.
+    n_calls: int = 0
+    n_unscaling_calls: int = 0
+    # The largest number of arguments that a call has unscaled, and whether one of them
+    # was beside a model.
+    n_arguments: int = 0
+    has_features: bool = False
+    # The parameters whose gradients were unscaled, in this iteration and in earlier
+    # ones: a compiled function passes here only once.
+    places: set[Place] = field(default_factory=set)
+    earlier: set[Place] = field(default_factory=set)
+    # Whether an earlier call has unscaled nothing, and no right one came after it. If
+    # it is compiled, it goes on without passing here.
+    has_scaled_earlier: bool = False
+
+    def has_scaled(self) -> bool:
+        """Return whether the gradients of a call are all scaled."""
+        if self.n_calls:
+            return self.n_calls > self.n_unscaling_calls
+        return self.has_scaled_earlier
+
+    def end_iteration(self) -> None:
+        """Forget the calls of this iteration, but not what they knew."""
+        self.has_scaled_earlier = self.has_scaled()
+        self.earlier |= self.places
+        self.places = set()
+        self.n_calls = self.n_unscaling_calls = self.n_arguments = 0
+        self.has_features = False
+
+    def check(self, stepped: list[Leaf], is_model: bool) -> None:
+        """Raise if the gradient of a leaf may still be scaled.
+
+        A parameter that no call has found has a scaled gradient, or zero if the loss
+        does not depend on it. Inside ``mx.compile``, no value can be read, so both
+        count as errors; passing the whole model avoids them.
+        """
+        has_scaled = self.has_scaled()
+        # Parameters may be in a tree of their own, be the arguments, or have computed
+        # one of the arguments. Then their places tell nothing.
+        may_be_arguments = self.has_features or self.n_arguments >= len(stepped)
+        if not has_scaled and (may_be_arguments or not is_model):
+            return
+        # If this iteration knows one of the parameters, it has to know all of them.
+        steps = {(id(leaf.container), leaf.key) for leaf in stepped}
+        known = self.earlier if steps.isdisjoint(self.places) else self.places
+        for leaf in stepped:
+            is_known = (id(leaf.container), leaf.key) in known
+            if (is_known and not has_scaled) or not is_floating(leaf.gradient):
+                continue
+            if read(mx.any(leaf.gradient)) is not False:
+                raise RuntimeError(
+                    f"The gradient of {leaf.path!r} is still scaled, or includes one "
+                    "that is: scale_loss() did not find the parameter. Wrap a function "
+                    "that calls the model, and pass the whole model, scale_loss("
+                    "loss_fn, model). Pass other arrays to the function as arguments. "
+                    "Do not mix gradients from scale_loss() with gradients from "
+                    f"nn.value_and_grad(). {START_AFRESH}"
+                )
+
+
+class Call:
+    """One call of a loss function from ``scale_loss()``."""
+
+    def __init__(self, passes: Passes):
+        self._passes = passes
+        self._is_differentiated = False
+        self._n_unscaled = self._n_arguments = 0
+        # The places of the parameters that the call has found.
+        self.places: frozenset[Place] = frozenset()
+
+    def note_scaling(self) -> None:
+        """Record that the gradient of an output was scaled."""
+        self._passes.n_calls += not self._is_differentiated
+        self._is_differentiated = True
+
+    def note_unscaling(self) -> None:
+        """Record that the gradient of a parameter or an argument was unscaled."""
+        self._passes.n_unscaling_calls += not self._n_unscaled
+        self._passes.places |= self.places
+        self._n_unscaled += 1
+
+    def note_argument(self) -> None:
+        """Record that the gradient of an argument was unscaled."""
+        self._n_arguments += 1
+        most = max(self._passes.n_arguments, self._n_arguments)
+        self._passes.n_arguments = most
+        self._passes.has_features |= bool(self.places)
+        self.note_unscaling()
