@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
+from operator import is_not
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -229,8 +230,10 @@ class Substitution:
                 new.source = x
             self._known[id(x)] = x, new
         elif isinstance(x, tuple):
-            # tuple.__new__, because the class may have a constructor of its own.
-            self._known[id(x)] = x, tuple.__new__(type(x), map(self._visit, x))
+            new = tuple(map(self._visit, x))
+            if any(map(is_not, new, x)):
+                # tuple.__new__, because the class may have a constructor of its own.
+                self._known[id(x)] = x, tuple.__new__(type(x), new)
         elif isinstance(x, nn.Module):
             pass
         elif getattr(type(x), "__setitem__", None) in _REPLACES:
