@@ -227,7 +227,7 @@ class Substitution:
             new = self._new(x)
             if new is not x:
                 new = Derived(new)
-                new.source = x
+                new.source = True  # not the array itself, to keep nothing alive
             self._known[id(x)] = x, new
         elif isinstance(x, tuple):
             new = tuple(map(self._visit, x))
@@ -249,7 +249,9 @@ class Substitution:
         replaced = {}
         for old, new in self._known.values():
             if isinstance(new, Derived) and new.source is None:
-                old[...] = new
+                # In place, in the old dtype, and also in a new shape.
+                old[...] = mx.zeros_like(old)
+                old += new.astype(old.dtype)
             if new is not old:
                 replaced[id(new)] = old
         for box in self._boxes:

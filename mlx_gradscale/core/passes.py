@@ -28,10 +28,11 @@ class Passes:
     # and those of them that have unscaled a gradient.
     n_calls: int = 0
     n_unscaling_calls: int = 0
-    # The largest number of arguments that a call has unscaled, and whether one of them
-    # was beside a model.
+    # Those of them that have found a model, and have unscaled the gradient of another
+    # argument, which other parts of the model may have computed.
+    n_feature_calls: int = 0
+    # The largest number of arguments that a call has unscaled.
     n_arguments: int = 0
-    has_features: bool = False
     # The parameters whose gradients were unscaled, in this iteration and in earlier
     # ones: a compiled function passes here only once.
     places: set[Place] = field(default_factory=set)
@@ -51,8 +52,8 @@ class Passes:
         self.has_scaled_earlier = self.has_scaled()
         self.earlier |= self.places
         self.places = set()
-        self.n_calls = self.n_unscaling_calls = self.n_arguments = 0
-        self.has_features = False
+        self.n_calls = self.n_unscaling_calls = 0
+        self.n_feature_calls = self.n_arguments = 0
 
     def check(self, stepped: list[Leaf], is_model: bool) -> None:
         """Raise if the gradient of a leaf may still be scaled.
@@ -62,19 +63,21 @@ class Passes:
         count as errors; passing the whole model avoids them.
         """
         has_scaled = self.has_scaled()
-        # Parameters may be in a tree of their own, be the arguments, or have computed
-        # one of the arguments. Then their places tell nothing.
-        may_be_arguments = self.has_features or self.n_arguments >= len(stepped)
-        if not has_scaled and (may_be_arguments or not is_model):
+        # Parameters may be in a tree of their own, or have computed an argument. Then
+        # their places tell nothing.
+        has_features = 0 < self.n_feature_calls == self.n_calls
+        if not has_scaled and (has_features or not is_model):
             return
         # If this iteration knows one of the parameters, it has to know all of them.
         steps = {(id(leaf.container), leaf.key) for leaf in stepped}
         known = self.earlier if steps.isdisjoint(self.places) else self.places
-        for leaf in stepped:
-            is_known = (id(leaf.container), leaf.key) in known
-            if (is_known and not has_scaled) or not is_floating(leaf.gradient):
-                continue
-            if read(mx.any(leaf.gradient)) is not False:
+        if steps <= known and not has_scaled:
+            return
+        nonzero = [leaf for leaf in stepped if _may_be_nonzero(leaf.gradient)]
+        if not has_scaled and self.n_arguments >= len(nonzero):
+            return  # the parameters may be the arguments
+        for leaf in nonzero:
+            if has_scaled or (id(leaf.container), leaf.key) not in known:
                 raise RuntimeError(
                     f"The gradient of {leaf.path!r} is still scaled, or includes one "
                     "that is: scale_loss() did not find the parameter. Wrap a function "
@@ -83,6 +86,11 @@ class Passes:
                     "Do not mix gradients from scale_loss() with gradients from "
                     f"nn.value_and_grad(). {START_AFRESH}"
                 )
+
+
+def _may_be_nonzero(gradient: mx.array) -> bool:
+    # Inside mx.compile, there is nothing to read.
+    return is_floating(gradient) and read(mx.any(gradient)) is not False
 
 
 class Call:
@@ -109,7 +117,7 @@ class Call:
     def note_argument(self) -> None:
         """Record that the gradient of an argument was unscaled."""
         self._n_arguments += 1
-        most = max(self._passes.n_arguments, self._n_arguments)
-        self._passes.n_arguments = most
-        self._passes.has_features |= bool(self.places)
+        passes = self._passes
+        passes.n_arguments = max(passes.n_arguments, self._n_arguments)
+        passes.n_feature_calls += bool(self.places) and self._n_arguments == 1
         self.note_unscaling()

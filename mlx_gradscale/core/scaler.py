@@ -502,8 +502,11 @@ class GradScaler:
 
     def _end_iteration(self) -> None:
         self._stages.clear()
-        if self._backward.passes.n_calls:
-            self._backward.passes.end_iteration()
+        passes = self._backward.passes
+        if passes.n_calls:
+            passes.end_iteration()
+        else:
+            passes.places.clear()  # of value_and_grad()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def _advance(

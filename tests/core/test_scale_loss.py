@@ -229,6 +229,14 @@ def test_gradients_that_are_still_scaled_are_refused_again_and_for_each_optimize
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_model_that_one_of_two_scaled_losses_did_not_find_is_refused(order):
+    # The parameters that earlier iterations, or other calls, knew are no excuse.
+    model, scaler, (x, y) = Mlp(), GradScaler(256.0), batch()
+    _, grads = scaler.value_and_grad(model, mse(model))(x, y)
+    scaler.minimize(optim.SGD(0.1), model, grads)
+    part = scaler.scale_loss(mse(model), model.layers[1])
+    mx.grad(lambda noise: part(x + noise, y))(mx.zeros_like(x))
+    assert refuses(scaler, model, nn.value_and_grad(model, part)(x, y)[1])
+
     models, scaler, xy = [Mlp(), Mlp()], GradScaler(256.0), batch()
     right = scaler.scale_loss(mse(models[0]), models[0])
     wrong = scaler.scale_loss(mse(models[1]))  # the model is forgotten
@@ -253,14 +261,19 @@ def test_features_as_an_argument_do_not_excuse_a_model_that_was_not_found(is_hid
     assert refuses(scaler, model, grads)
 
 
-def test_parameters_that_are_arguments_may_be_put_into_a_model():
+@pytest.mark.parametrize("uses_all", [True, False])
+def test_parameters_that_are_arguments_may_be_put_into_a_model(uses_all):
     model, scaler, (x, y) = Mlp(), GradScaler(256.0), batch()
-    _, expected = nn.value_and_grad(model, mse(model))(x, y)
+
+    def plain_fn(x, y):
+        return mse(model)(x, y) if uses_all else mx.mean(model.layers[0](x))
+
+    _, expected = nn.value_and_grad(model, plain_fn)(x, y)
     parameters = model.trainable_parameters()
 
     def loss_fn(parameters, x, y):
         model.update(parameters)
-        return mse(model)(x, y)
+        return plain_fn(x, y)
 
     grads = mx.grad(scaler.scale_loss(loss_fn))(parameters, x, y)
     model.update(parameters)

@@ -221,6 +221,7 @@ class Recurrent(nn.Linear):
         aux["loss"] += mx.mean(mx.square(state[0].astype(mx.float32)))  # in place
         aux["moved"] = aux.pop("large")
         aux["large"] = aux.pop("moved")
+        aux["rows"] += mx.ones(2)  # broadcasts
         total[0] = state[0].sum()
         return state[0]
 
@@ -231,10 +232,13 @@ def test_module_may_write_to_containers_that_it_is_given():
     def loss_fn(x):
         state, total = [mx.zeros((2, 4))], mx.zeros(1)
         aux = OrderedDict(loss=mx.array(0.0), x=x, large=mx.array(1e6))
+        aux["rows"] = mx.array(0.0)
         for _ in range(2):
             model(x, state, aux, total, module="a keyword of any name", same=x)
         assert aux["x"] is x
         assert aux["large"].item() == 1e6  # inf in float16
+        assert aux["rows"].tolist() == [2.0, 2.0]
+        assert dtypes([aux, total]) == {mx.float32}
         return aux["loss"] + 0.1 * total[0], state[1:]
 
     (expected, _), grads = nn.value_and_grad(model, loss_fn)(x)
