@@ -202,7 +202,7 @@ for _method in (
 class Substitution:
     """A context in which the arrays in a tree of arguments are replaced.
 
-    A module may write to what it is given. So dicts and lists stay the same objects:
+    A module may write to its arguments. So dicts and lists stay the same objects:
     their arrays are replaced, and are restored on exit, wherever the module has moved
     them. Arrays that it has changed in place are changed on exit. Tuples are built
     anew; models and other objects are left alone.

@@ -34,11 +34,10 @@ class Passes:
     # The largest number of arguments that a call has unscaled.
     n_arguments: int = 0
     # The parameters whose gradients were unscaled, in this iteration and in earlier
-    # ones: a compiled function passes here only once.
+    # ones, because only the first call of a compiled function is recorded.
     places: set[Place] = field(default_factory=set)
     earlier: set[Place] = field(default_factory=set)
-    # Whether an earlier call has unscaled nothing, and no right one came after it. If
-    # it is compiled, it goes on without passing here.
+    # Whether an earlier call has unscaled nothing, and no right one came after it.
     has_scaled_earlier: bool = False
 
     def has_scaled(self) -> bool:
