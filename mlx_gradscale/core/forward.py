@@ -159,7 +159,7 @@ class Entrance:
 class _Hidden:
     """Hides a subclass from ``__init_subclass__``, where a class may register it.
 
-    As the first base, it is asked before the class itself.
+    It is the first base, so its method runs instead of the class's own.
     """
 
     __slots__ = ()
@@ -174,7 +174,7 @@ _REPLACES = (dict.__setitem__, OrderedDict.__setitem__, list.__setitem__)
 
 
 class Derived(mx.array):
-    """An array that refers to its source, until it is changed in place."""
+    """An array with a source that is not None until the array is changed in place."""
 
     source: Any = None
 
@@ -216,13 +216,16 @@ class Substitution:
         self._known: dict[int, tuple[Any, Any]] = {}
         self._boxes: list[Any] = []
 
-    def __enter__(self) -> Any:
+    def replace(self) -> Any:
+        """Return the tree with its arrays replaced."""
         return self._visit(self._tree)
+
+    __enter__ = replace
 
     def _visit(self, x: Any) -> Any:
         if id(x) in self._known:
             return self._known[id(x)][1]
-        self._known[id(x)] = x, x
+        self._known[id(x)] = x, x  # before its contents, which may contain it
         if isinstance(x, mx.array):
             new = self._new(x)
             if new is not x:
@@ -233,7 +236,10 @@ class Substitution:
             new = tuple(map(self._visit, x))
             if any(map(is_not, new, x)):
                 # tuple.__new__, because the class may have a constructor of its own.
-                self._known[id(x)] = x, tuple.__new__(type(x), new)
+                new = tuple.__new__(type(x), new)
+                if hasattr(x, "__dict__"):
+                    vars(new).update(vars(x))
+                self._known[id(x)] = x, new
         elif isinstance(x, nn.Module):
             pass
         elif getattr(type(x), "__setitem__", None) in _REPLACES:
@@ -249,7 +255,8 @@ class Substitution:
         replaced = {}
         for old, new in self._known.values():
             if isinstance(new, Derived) and new.source is None:
-                # In place, in the old dtype, and also in a new shape.
+                # Copy the result into the caller's array, in its dtype. Adding to zero
+                # also adopts a new shape.
                 old[...] = mx.zeros_like(old)
                 old += new.astype(old.dtype)
             if new is not old:

@@ -40,7 +40,8 @@ def select(
 ) -> mx.array:
     """Return ``where(applied, new, old)``, as a common root of ``others``.
 
-    Each of ``others`` becomes an operand of ``old``, in a branch that is never taken:
+    Each of ``others`` becomes an operand of ``old``, in a branch that is never taken,
+    as in ``where(applied, new, where(applied, second, where(applied, first, old)))``:
     where ``old`` is selected, ``applied`` is false. The last one is outermost, so list
     an array before those computed from it.
 

@@ -154,7 +154,7 @@ class Backward:
             outputs = replace_loss(outputs, loss.astype(mx.float32))
             # Scale the other outputs too, in case the caller adds them to the loss.
             scale_output = partial(_with_gradient, scale, scale_gradient)
-            return tree_map(scale_output, outputs, is_leaf=is_opaque)
+            return Substitution(outputs, scale_output).replace()
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
@@ -246,9 +246,9 @@ def unscale_array(scaled: mx.array, inverse: mx.array) -> mx.array:
 
 
 _unscale_and_scale_next: Any = mx.custom_function(unscale_array)
-# For second derivatives. An unscaled gradient is an output like the loss, so its own
-# cotangent has to be scaled: d(scaled * inverse) times scale is the cotangent itself.
-# The arrays that it reaches unscale their gradients again.
+# For second derivatives. An unscaled gradient is an output like the loss, so its
+# cotangent enters the scaled graph multiplied by the scale: (cotangent * inverse) *
+# scale is the cotangent itself. The arrays that it reaches unscale their gradients.
 _unscale_and_scale_next.vjp(lambda primals, cotangent, _: (cotangent, 0 * primals[1]))
 
 

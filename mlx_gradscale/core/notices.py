@@ -128,7 +128,8 @@ def check_loss(
     """Warn if the loss is float16 and the scale does not fit into float16."""
     value = read(scale) if loss.dtype == mx.float16 else 0.0
     # Inside mx.compile, nothing is known but that the scale may grow.
-    if is_dynamic if value is None else value > 65504:
+    is_too_large = is_dynamic if value is None else value > 65504
+    if is_too_large:
         warn_once("float16 loss")
 
 

@@ -286,7 +286,7 @@ class LossScaleOptimizer(Optimizer):
         else:
             write(self.state, loaded, parts)
             self._loaded = parts
-        if fields:
+        if fields and self.scaler.is_enabled():
             self.scaler._fill(fields)
         self._evaluate()
 

@@ -1,4 +1,4 @@
-"""Know which gradients ``scale_loss()`` has unscaled, and refuse a step with others.
+"""Record which gradients ``scale_loss()`` has unscaled, and refuse the others in steps.
 
 ``scale_loss()`` scales the gradient of its output, and unscales those of the parameters
 and arguments that it finds. A parameter that it does not find has a scaled gradient,
@@ -24,12 +24,12 @@ Place = tuple[int, Any]
 class Passes:
     """The backward passes of a scaler, since the last ``update()`` and before."""
 
-    # The calls of wrapped loss functions that were differentiated in this iteration,
-    # and those of them that have unscaled a gradient.
+    # The calls of wrapped loss functions that were differentiated in this iteration.
+    # Of these, the calls that have unscaled a gradient.
     n_calls: int = 0
     n_unscaling_calls: int = 0
-    # Those of them that have found a model, and have unscaled the gradient of another
-    # argument, which other parts of the model may have computed.
+    # Of these, the calls that found a model and also unscaled an argument, which may
+    # have been computed by other parts of the model.
     n_feature_calls: int = 0
     # The largest number of arguments that a call has unscaled.
     n_arguments: int = 0
@@ -37,7 +37,7 @@ class Passes:
     # ones, because only the first call of a compiled function is recorded.
     places: set[Place] = field(default_factory=set)
     earlier: set[Place] = field(default_factory=set)
-    # Whether an earlier call has unscaled nothing, and no right one came after it.
+    # Whether the last iteration with a call had one that unscaled nothing.
     has_scaled_earlier: bool = False
 
     def has_scaled(self) -> bool:
@@ -47,7 +47,7 @@ class Passes:
         return self.has_scaled_earlier
 
     def end_iteration(self) -> None:
-        """Forget the calls of this iteration, but not what they knew."""
+        """Reset the counters; remember the places, and whether a call was wrong."""
         self.has_scaled_earlier = self.has_scaled()
         self.earlier |= self.places
         self.places = set()
@@ -57,13 +57,15 @@ class Passes:
     def check(self, stepped: list[Leaf], is_model: bool) -> None:
         """Raise if the gradient of a leaf may still be scaled.
 
-        A parameter that no call has found has a scaled gradient, or zero if the loss
-        does not depend on it. Inside ``mx.compile``, no value can be read, so both
-        count as errors; passing the whole model avoids them.
+        1. If a call has unscaled nothing, every gradient is an error.
+        2. If the parameters are in a tree of their own, may be the arguments, or may
+           have computed an argument, nothing is known of them.
+        3. Otherwise, a call must have found each parameter.
+
+        Zero gradients are right in any case. Inside ``mx.compile``, no value can be
+        read, so they count like others; passing the whole model avoids the error.
         """
         has_scaled = self.has_scaled()
-        # Parameters may be in a tree of their own, or have computed an argument. Then
-        # their places tell nothing.
         has_features = 0 < self.n_feature_calls == self.n_calls
         if not has_scaled and (has_features or not is_model):
             return
@@ -74,7 +76,7 @@ class Passes:
             return
         nonzero = [leaf for leaf in stepped if _may_be_nonzero(leaf.gradient)]
         if not has_scaled and self.n_arguments >= len(nonzero):
-            return  # the parameters may be the arguments
+            return
         for leaf in nonzero:
             if has_scaled or (id(leaf.container), leaf.key) not in known:
                 raise RuntimeError(
@@ -98,7 +100,8 @@ class Call:
     def __init__(self, passes: Passes):
         self._passes = passes
         self._is_differentiated = False
-        self._n_unscaled = self._n_arguments = 0
+        self._has_unscaled = False
+        self._n_arguments = 0
         # The places of the parameters that the call has found.
         self.places: frozenset[Place] = frozenset()
 
@@ -109,14 +112,15 @@ class Call:
 
     def note_unscaling(self) -> None:
         """Record that the gradient of a parameter or an argument was unscaled."""
-        self._passes.n_unscaling_calls += not self._n_unscaled
+        self._passes.n_unscaling_calls += not self._has_unscaled
         self._passes.places |= self.places
-        self._n_unscaled += 1
+        self._has_unscaled = True
 
     def note_argument(self) -> None:
         """Record that the gradient of an argument was unscaled."""
         self._n_arguments += 1
         passes = self._passes
         passes.n_arguments = max(passes.n_arguments, self._n_arguments)
-        passes.n_feature_calls += bool(self.places) and self._n_arguments == 1
+        if self.places and self._n_arguments == 1:
+            passes.n_feature_calls += 1
         self.note_unscaling()

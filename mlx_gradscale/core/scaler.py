@@ -28,7 +28,7 @@ from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .passes import START_AFRESH
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, match, read, tree_of
+from .trees import Leaf, Writes, commit, is_floating, match, read, tree_of
 
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
@@ -190,8 +190,8 @@ class GradScaler:
                 the loss.
             compute_dtype (Dtype, optional): Cast floating-point trainable parameters,
                 and what the loss passes to the model or one of its modules, to this
-                dtype for the forward pass. Targets, and the parameters of the model
-                itself, keep their values. The loss is float32. Default: ``None``.
+                dtype for the forward pass. Targets are not cast, and the model keeps
+                its own arrays. The loss is float32. Default: ``None``.
             keep (Callable, optional): A function of path and parameter that returns
                 True to leave the parameter in its own dtype. MLX then promotes
                 everything computed from it. To cast the output of a layer back, use
@@ -425,6 +425,11 @@ class GradScaler:
             pairs = zip(leaves, unscaled, strict=True)
             leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
         self._backward.check_unscaled(leaves, isinstance(parameters, nn.Module))
+        is_alone = participant.ranks.is_single
+        if is_alone and not any(is_floating(x.gradient) for x in leaves):
+            raise ValueError(
+                "No floating-point parameter has a gradient. Unfreeze some parameters."
+            )
         if self._enabled:
             self._warn_about(leaves, participant)
         if needs_init(optimizer) or needs_init(participant.optimizer):
@@ -437,10 +442,6 @@ class GradScaler:
             averaged = participant.ranks.averaged({x.path: x.gradient for x in leaves})
             leaves = [x._replace(gradient=averaged[x.path]) for x in leaves]
         inputs = inspect(leaves, participant, stage.finite if stage else None)
-        if not inputs.parameters and participant.ranks.is_single:
-            raise ValueError(
-                "No floating-point parameter has a gradient. Unfreeze some parameters."
-            )
         if not self._enabled:
             inputs = inputs._replace(applied=mx.array(True))
         new, writes = plan(participant, grads, inputs)

@@ -111,10 +111,10 @@ def _take_fields(loaded: dict[str, Any], scaler: dict[str, mx.array]) -> dict[st
 def replace(state: State, loaded: dict[str, Any], parts: tuple[str, ...]) -> bool:
     """Replace the arrays of an initialized state, or raise if they do not match.
 
-    ``parts`` are the prefixes of the paths to replace. A third-party optimizer may add
-    to its state during a step. Then whole lists are replaced by saved ones, which end
-    at their last array, and the result is False: :func:`initialize` has to complete
-    them.
+    Return whether the state is complete. ``parts`` are the prefixes of the paths to
+    replace. A third-party optimizer may add to its state during a step. Then whole
+    lists are replaced, and :func:`initialize` has to complete them, because saved lists
+    lack empty entries at the end.
     """
     places = {".".join(map(str, path)): (box, key) for path, box, key in slots(state)}
     here = {path: place for path, place in places.items() if path.startswith(parts)}

@@ -164,8 +164,11 @@ def test_gradients_of_every_argument_are_unscaled_and_float32(wrap):
     assert (of_b.tolist(), of_c["c"].tolist()) == ([0.5, 1.0], [1.0, 4.0])
 
 
-def test_gradient_of_an_auxiliary_output_is_neither_scaled_nor_unscaled():
-    loss_fn = make(False).scale_loss(lambda w: (mx.sum(w * w), {"penalty": mx.sum(w)}))
+@pytest.mark.parametrize("box", [dict, OrderedDict])
+def test_gradient_of_an_auxiliary_output_is_neither_scaled_nor_unscaled(box):
+    loss_fn = make(False).scale_loss(
+        lambda w: (mx.sum(w * w), box({"penalty": mx.sum(w)}))
+    )
 
     def total(w):
         loss, aux = loss_fn(w)

@@ -144,14 +144,16 @@ def test_finite_gradient_that_unscaling_overflows_is_skipped():
 
 
 @pytest.mark.parametrize("grads", [{}, {"layers": [{}, {}]}])
-def test_step_without_gradients_is_refused(grads):
+def test_step_without_gradients_is_refused_and_initializes_nothing(grads):
     # As in PyTorch: an applied step would let the scale grow.
-    scaler, model = used(), Mlp()
+    scaler, model, optimizer = used(), Mlp(), optim.Adam(0.1)
     before = bits([model.parameters(), scaler.state])
     for call in (scaler.minimize, scaler.step):
         with pytest.raises(ValueError, match="No floating-point parameter"):
-            call(optim.Adam(0.1), model, grads)
+            call(optimizer, model, grads)
     assert bits([model.parameters(), scaler.state]) == before
+    scaler.minimize(optimizer, model, tree_map(mx.ones_like, model.parameters()))
+    assert optimizer.step.item() == 1
 
 
 def test_frozen_and_quantized_layers_stay_unchanged_and_the_others_train():
