@@ -279,6 +279,18 @@ def test_plain_state_of_another_model_is_refused(when, shape):
         load()
 
 
+def test_wrapper_with_a_disabled_scaler_loads_no_state_of_a_scaler():
+    weights, scaler = {"w": mx.ones(1)}, GradScaler(enabled=False)
+    saved = wrapped(optim.SGD(0.1))
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler)
+    saved.apply_gradients({"w": mx.array([INF])}, weights)
+    assert not saved.scaler.last_step_applied.item()
+    optimizer.init(weights)
+    optimizer.state = dict(tree_flatten(saved.state))
+    optimizer.apply_gradients(weights, weights)
+    assert scaler.last_step_applied.item()
+
+
 def test_state_that_was_loaded_before_init_is_replaced_by_the_next():
     weights = {"w": mx.ones(2, mx.float16)}
     wrong, right, optimizer = (wrapped(optim.Adam(0.1)) for _ in range(3))

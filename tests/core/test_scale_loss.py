@@ -331,6 +331,22 @@ def test_gradients_that_pass_through_an_argument_are_unscaled_and_stepped(wrap):
     step(source, model, grads)
 
 
+class Masked(tuple):
+    """A tuple with an attribute and a constructor of its own."""
+
+    def __new__(cls, x, mask):
+        made = super().__new__(cls, (x,))
+        made.mask = mask
+        return made
+
+
+def test_tuples_keep_their_class_and_attributes():
+    masked = Masked(mx.array([1.0, 2.0]), 3.0)
+    loss_fn = make(False).scale_loss(lambda w, x: mx.sum(w * x[0]) * x.mask)
+    gradient = mx.grad(lambda w: loss_fn(w, masked))(mx.array([1.0, 1.0]))
+    assert gradient.tolist() == [3.0, 6.0]
+
+
 @either
 def test_containers_of_any_type_are_found_and_stay_the_same_objects(wrap):
     tree = OrderedDict(a=mx.array([1.0, 2.0]), rest=[mx.array(3.0)])
