@@ -240,9 +240,9 @@ class Substitution:
                 if hasattr(x, "__dict__"):
                     vars(new).update(vars(x))
                 self._known[id(x)] = x, new
-        elif isinstance(x, nn.Module):
-            pass
-        elif getattr(type(x), "__setitem__", None) in _REPLACES:
+        elif not isinstance(x, nn.Module) and (
+            getattr(type(x), "__setitem__", None) in _REPLACES
+        ):
             self._boxes.append(x)
             for key, old in list(x.items() if isinstance(x, dict) else enumerate(x)):
                 if isinstance(old, (mx.array, *CONTAINERS)):
@@ -262,9 +262,8 @@ class Substitution:
             if new is not old:
                 replaced[id(new)] = old
         for box in self._boxes:
-            for key, x in list(
-                box.items() if isinstance(box, dict) else enumerate(box)
-            ):
+            items = box.items() if isinstance(box, dict) else enumerate(box)
+            for key, x in list(items):
                 if id(x) in replaced:
                     box[key] = replaced[id(x)]
 

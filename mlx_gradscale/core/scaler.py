@@ -16,12 +16,7 @@ from . import scale as rule
 from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
-from .gradients import (
-    Backward,
-    check_loss_fn,
-    unscale,
-    unscale_in_place,
-)
+from .gradients import Backward, check_loss_fn, unscale, unscale_in_place
 from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
@@ -459,6 +454,7 @@ class GradScaler:
         for leaf in leaves if participant.masters is None else ():
             if leaf.parameter.dtype in HALF:
                 self._backward.warn_once("no master weights")
+                break
 
     def _refuse_if_shared(self) -> None:
         """Raise if more than one optimizer steps with this scaler."""

@@ -9,6 +9,7 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.helpers import bits, dtypes
+from support.optimizer_helpers import load_around_init
 
 from mlx_gradscale import GradScaler, GuardedOptimizer
 
@@ -117,15 +118,8 @@ def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
     plain, weights = optim.Adam(0.1), {"w": mx.ones(2, mx.float16)}
     plain.apply_gradients(weights, weights)
     optimizer = GuardedOptimizer(optim.Adam(0.1))
-
-    def load():
-        if when == "after init":
-            optimizer.init(weights)
-        optimizer.state = plain.state
-        optimizer.init(weights)
-
     with pytest.warns(UserWarning, match="are float16 and are cast to float32"):
-        load()
+        load_around_init(optimizer, plain.state, weights, when)
     assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32
 
 

@@ -7,7 +7,7 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, OPTIMIZERS, Mlp, batch, bits, gradients_like, pickled
-from support.optimizer_helpers import Training, loop_of, wrapped
+from support.optimizer_helpers import Training, load_around_init, loop_of, wrapped
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 from mlx_gradscale.core.trees import slots
@@ -268,15 +268,8 @@ def test_plain_state_of_another_model_is_refused(when, shape):
     other = {"w": mx.ones(2)} | ({} if shape is None else {"x": mx.ones(shape)})
     plain.apply_gradients(other, other)
     optimizer = GuardedOptimizer(optim.Adam(0.1))
-
-    def load():
-        if when == "after init":
-            optimizer.init(weights)
-        optimizer.state = plain.state
-        optimizer.init(weights)
-
     with pytest.raises(ValueError, match=r"'optimizer\.x\.m'.*same model"):
-        load()
+        load_around_init(optimizer, plain.state, weights, when)
 
 
 def test_wrapper_with_a_disabled_scaler_loads_no_state_of_a_scaler():

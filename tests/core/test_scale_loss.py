@@ -132,6 +132,12 @@ def test_scale_loss_returns_the_unscaled_loss_and_nan_for_an_overflow(wrap):
 
 
 @either
+def test_loss_in_place_of_a_loss_function_is_refused_at_once(wrap):
+    with pytest.raises(TypeError, match=r"Expected the loss function.*scale\(\)"):
+        make(wrap).scale_loss(mx.array(1.0))  # as in Keras
+
+
+@either
 def test_gradients_that_scale_loss_did_not_unscale_are_refused_at_the_step(wrap):
     student, teacher, source, xy = Mlp(), Mlp(), make(wrap), batch()
 

@@ -92,6 +92,7 @@ def test_full_float16_fine_tuning_learns_where_mlx_lm_gives_nan(
     assert re.search(r"Iter 12: .*scale 2\^\d+, skipped 0", out)
     box = re.sub(r"\x1b\[[\d;]*m", "", out)
     assert re.search(r"trained weights +float16 ", box)
+    assert re.search(r"master weights +float32 ", box)
     assert re.search(r"loss scale +dynamic, from 2\^\d+ ", box)
     assert history.with_suffix(".png").stat().st_size > 1000
     # mlx-lm's own files, and beside them the checkpoint.
@@ -101,6 +102,16 @@ def test_full_float16_fine_tuning_learns_where_mlx_lm_gives_nan(
     assert {x.dtype for x in saved.values()} == {mx.float16}
     # Everything of mlx-lm's is as it was.
     assert mlx_lm.lora.train is trainer.train
+
+
+def test_bfloat16_run_has_master_weights_and_no_loss_scale(place, tmp_path, capsys):
+    given = arguments(place, tmp_path / "ours", *FULL, "--dtype", "bfloat16")
+    capsys.readouterr()
+    assert main(given) == 0
+    box = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert re.search(r"master weights +float32 ", box)
+    assert "scale" not in box.replace("mlx_gradscale", "")
+    assert re.search(r"Iter 12: skipped 0", box)
 
 
 def test_float16_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
