@@ -73,11 +73,12 @@ TOP_PAGES = {
 # The groups of the sidebar. They are not in index.md, where GitHub would show them.
 SIDEBAR = {
     "Getting started": "getting_started coming_from examples troubleshooting",
-    "Guides": "bfloat16 mlx_lm compiled_steps gradient_accumulation several_optimizers "
-    "skipped_steps float32_layers checkpoints pytorch_runs distributed ema diagnostics",
+    "Guides": "bfloat16 mlx_lm trainers compiled_steps gradient_accumulation "
+    "several_optimizers skipped_steps float32_layers checkpoints pytorch_runs "
+    "distributed ema diagnostics",
     "API": "api/index api/gradscaler api/loss_scale_optimizer api/functions "
     "api/diagnostics api/plot api/distributed api/ema api/float32_layers api/convert "
-    "api/torch_checkpoint api/formats",
+    "api/torch_checkpoint",
     "Performance": "performance",
     "Project": "changelog security contributing architecture",
 }
@@ -91,10 +92,7 @@ DEFAULTS = {
     "<factory>": "...",
 }
 
-_PICTURE = re.compile(
-    r'(?:<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*)?'
-    r"(?P<image><img[^>]*>)(?:\s*</picture>)?"
-)
+_PICTURE = re.compile("<img[^>]*>")
 # Example -> the anchor of its section on the examples page.
 EXAMPLES = {
     name: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
@@ -108,18 +106,13 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def _replace_pictures(text: str, folder: Path, page: Path) -> str:
-    """Turn <img> into an image that Sphinx copies, and <picture> into one per theme."""
+    """Turn <img> into an image that Sphinx copies."""
 
     def replace(found: re.Match) -> str:
-        attributes = dict(re.findall(r'(\w+)="([^"]*)"', found["image"]))
-        paths = {"": attributes["src"]}
-        if found["dark"]:
-            light, dark = (f":class: only-{theme}\n" for theme in ("light", "dark"))
-            paths = {light: attributes["src"], dark: found["dark"]}
-        return "\n\n".join(
-            f":::{{image}} {os.path.relpath(folder / path, page)}\n{class_}"
+        attributes = dict(re.findall(r'(\w+)="([^"]*)"', found[0]))
+        return (
+            f":::{{image}} {os.path.relpath(folder / attributes['src'], page)}\n"
             f":alt: {attributes['alt']}\n:width: {attributes['width']}px\n:::"
-            for class_, path in paths.items()
         )
 
     return _PICTURE.sub(replace, text)

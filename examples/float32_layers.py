@@ -250,9 +250,8 @@ def main(steps, folder, names):
             f"{nodes:+d}",
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
-        for dark in (False, True) if name in PICTURES else ():
-            theme = "dark" if dark else "light"
-            plot_headroom(found, folder / f"headroom-{name}-{theme}.png", dark=dark)
+        if name in PICTURES:
+            plot_headroom(found, folder / f"headroom-{name}.png")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
 from .core.scaler import GradScaler
 from .float32 import find_float32_layers, float32_layers
 from .nonfinite_leaves import NonFinite, nonfinite
-from .trainers.everywhere import everywhere
 
 __all__ = [
     "GradScaler",
@@ -30,7 +29,6 @@ __all__ = [
     "__version__",
     "all_finite",
     "compile_step",
-    "everywhere",
     "find_float32_layers",
     "float32_layers",
     "nonfinite",
@@ -39,7 +37,7 @@ __all__ = [
 ]
 
 # Imported on first use, so that ``import mlx_gradscale`` stays fast.
-_MODULES = {"convert", "diagnostics", "distributed", "ema", "formats", "plot"}
+_MODULES = {"convert", "diagnostics", "distributed", "ema", "plot"}
 _MODULES |= {"torch_checkpoint"}
 
 

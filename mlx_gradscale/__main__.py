@@ -15,7 +15,6 @@ COMMANDS = {
     "inspect": ("inspect", "list the contents of a checkpoint"),
     "lora": ("trainers.lora", "fine-tune with mlx-lm and loss scaling"),
     "plot": ("plot", "plot the history of a run"),
-    "run": ("trainers.run", "run a training script with loss scaling"),
 }
 _HELP = ["usage: mlx_gradscale COMMAND [--help] ..."]
 _HELP += [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]

@@ -10,9 +10,6 @@ import mlx.core as mx
 from .core.notices import SkipWatch, WarnOnce
 from .core.trees import restore, snapshot
 
-# Keep MLX's own function, because everywhere() replaces mx.compile.
-_compile = mx.compile
-
 
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """Compile a training step that reads and replaces the arrays in ``state``.
@@ -42,7 +39,7 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
         >>> compile_step(step, state)(mx.array(2))
         array(30, dtype=int32)
     """
-    compiled = _compile(step, inputs=state, outputs=state)
+    compiled = mx.compile(step, inputs=state, outputs=state)
     dicts = [tree for tree, _ in snapshot(state) if isinstance(tree, dict)]
     scaler_states = [tree for tree in dicts if "consecutive_skips" in tree]
     watched = [(tree, SkipWatch()) for tree in scaler_states]

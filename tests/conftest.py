@@ -25,7 +25,7 @@ APART = {TESTS / "performance", TESTS / "interop"}
 # These files take half a minute each, and are marked as slow. They start first, so that
 # no worker ends long after the others.
 SLOW = {"test_skip_matrix", "test_distributed", "test_examples", "test_mlx_lm"}
-SLOW |= {"test_lora", "test_hosts", "test_layers_mlx_lm"}
+SLOW |= {"test_lora", "test_layers_mlx_lm"}
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 

@@ -64,11 +64,9 @@ def main() -> None:
     history = ScaleHistory()
     train(GradScaler(2.0**36, growth_interval=10), options.steps, history)
 
-    for theme in ("light", "dark"):
-        dark = theme == "dark"
-        path = options.output / f"gradients-{theme}.png"
-        plot_gradients(histogram, path, scale=scaler.get_scale(), dark=dark)
-        plot_history(history, options.output / f"history-{theme}.png", dark=dark)
+    path = options.output / "gradients.png"
+    plot_gradients(histogram, path, scale=scaler.get_scale())
+    plot_history(history, options.output / "history.png")
     print(f"The pictures are in {options.output}.")
 
 

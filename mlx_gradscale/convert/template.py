@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.scale import DEFAULTS, from_state_dict, to_state_dict
 from ..files.text import list_some
-from ..formats import read_state
 from ..torch_checkpoint import TensorShape
 from . import optimizers
 from .folder import trainer_state
@@ -75,7 +75,12 @@ class Template:
         if self.sections.scaler is None:
             return None
         held = get(self.checkpoint, self.sections.scaler)
-        return read_state({k: number(x) for k, x in held.items()}, "torch")
+        try:
+            values = from_state_dict({k: number(x) for k, x in held.items()}, DEFAULTS)
+        except (KeyError, TypeError, ValueError) as error:
+            problem = error.args[0]
+            raise ConvertError(f"The scaler state is damaged: {problem}") from error
+        return to_state_dict(values)
 
     def drop_tensors(self, rounded: Set[str], trained: Set[str]) -> None:
         """Replace the tensors that MLX holds with their shapes.

@@ -25,7 +25,6 @@ def plot_gradients(
     path: Output = None,
     *,
     scale: Any = None,
-    dark: bool = False,
 ) -> Figure:
     """Plot gradients against the range of float16, without and with loss scaling.
 
@@ -36,7 +35,6 @@ def plot_gradients(
         path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale of the second
             panel. Default: the ``best_scale`` of the histogram.
-        dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -53,7 +51,7 @@ def plot_gradients(
     if not histogram.by_power():
         raise ValueError("Nothing to plot: no gradient has a finite, nonzero value.")
     scale = scale_of(histogram.best_scale if scale is None else scale)
-    with new_figure(2, (8.0, 4.9), dark, path) as (figure, panels, colors):
+    with new_figure(2, (8.0, 4.9), path) as (figure, panels, colors):
         for axes, each in zip(panels, (1.0, scale), strict=True):
             counts = histogram.by_power(each)
             heights = [100 * count / histogram.size for count in counts.values()]

@@ -11,12 +11,7 @@ _LOWEST = -24.0
 _MOST_NAMES = 40
 
 
-def plot_headroom(
-    search: Float32Search,
-    path: Output = None,
-    *,
-    dark: bool = False,
-) -> Figure:
+def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     """Plot how close each layer's values come to the dtype's maximum (float16: 65504).
 
     The background marks the layers that the search makes float32. A cross above the
@@ -27,7 +22,6 @@ def plot_headroom(
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
         path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
-        dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -55,7 +49,7 @@ def plot_headroom(
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
     names = [rows[i].layer for i in named]
     size = (9.0, 3.5 + 0.055 * max(map(len, names)))
-    with new_figure(1, size, dark, path) as (figure, (axes,), colors):
+    with new_figure(1, size, path) as (figure, (axes,), colors):
         _draw(axes, rows, colors)
         axes.set_title(title, pad=20)
         axes.set_ylabel("largest magnitude")

@@ -26,17 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Plot the history of a run: loss, loss scale and gradient norm, "
         "with a mark at every skipped step. Runs of more than 500 steps also show a "
         "running mean.",
-        epilog="example: mlx_gradscale plot run.csv -o run.svg --dark",
+        epilog="example: mlx_gradscale plot run.csv -o run.svg",
     )
     add = parser.add_argument
     add("history", help=".csv file of a ScaleHistory")
     add("-o", "--output", help="image to write (default: HISTORY with suffix .png)")
-    add("--dark", action="store_true", help="use a dark background")
 
     def draw() -> None:
         options = parser.parse_args(arguments)
         output = options.output or Path(options.history).with_suffix(".png")
-        plot_history(options.history, output, dark=options.dark)
+        plot_history(options.history, output)
         print(output)
 
     return run_command(draw, (OSError, ValueError, ImportError))
@@ -45,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plot_history(
     history: ScaleHistory | str | os.PathLike[str],
     path: Output = None,
-    *,
-    dark: bool = False,
 ) -> Figure:
     """Plot the loss, loss scale and gradient norm of a run, and mark skipped steps.
 
@@ -56,7 +53,6 @@ def plot_history(
     Args:
         history (ScaleHistory or str): The history, or its ``.csv`` file.
         path (str, optional): The ``.png``, ``.svg`` or ``.pdf`` file to write.
-        dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -79,7 +75,7 @@ def plot_history(
     columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
     columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
     size = (8.0, 0.7 + 1.55 * len(columns))
-    with new_figure(len(columns), size, dark, path) as (figure, panels, colors):
+    with new_figure(len(columns), size, path) as (figure, panels, colors):
         for axes, (name, column) in zip(panels, columns.items(), strict=True):
             values = np.array(column, float)  # None becomes NaN
             is_bad = np.array([x is not None for x in column]) & ~np.isfinite(values)

@@ -17,18 +17,18 @@ else:
 # The file to save a figure to, or None.
 Output = str | os.PathLike[str] | None
 
-# Colors by role, for a light and a dark background. They match GitHub, so that a plot
-# blends into a README. In colors of eight digits, the last two are the opacity.
+# Colors by role. The white page also frames the plot on a dark background. In colors of
+# eight digits, the last two are the opacity.
 _COLORS = {
-    "page": ("#ffffff", "#0d1117"),
-    "text": ("#24292f", "#e6edf3"),
-    "grid": ("#d0d7de", "#30363d"),
-    "line": ("#0969da", "#58a6ff"),
-    "alarm": ("#cf222e", "#ff7b72"),
-    "bar": ("#57606a", "#c9d1d9"),
-    "lost": ("#e3631b59", "#e3631b73"),
-    "subnormal": ("#f2c94c59", "#c9a2275c"),
-    "normal": ("#8c959f26", "#8b949e33"),
+    "page": "#ffffff",
+    "text": "#24292f",
+    "grid": "#d0d7de",
+    "line": "#0969da",
+    "alarm": "#cf222e",
+    "bar": "#57606a",
+    "lost": "#e3631b59",
+    "subnormal": "#f2c94c59",
+    "normal": "#8c959f26",
 }
 _COLORED = {
     "page": ("axes.facecolor", "figure.facecolor", "savefig.facecolor"),
@@ -52,7 +52,7 @@ POWER = "$2^{{{x:.0f}}}$"
 
 @contextlib.contextmanager
 def new_figure(
-    rows: int, size: tuple[float, float], dark: bool, path: Output
+    rows: int, size: tuple[float, float], path: Output
 ) -> Iterator[tuple[Figure, list[Any], dict[str, str]]]:
     """Yield a figure, its axes and its colors; on exit, save to ``path`` if given."""
     try:
@@ -62,14 +62,13 @@ def new_figure(
         raise ImportError(
             "Plots require matplotlib. Run: pip install 'mlx_gradscale[plot]'"
         ) from error
-    colors = {role: pair[dark] for role, pair in _COLORS.items()}
-    colored = {key: colors[role] for role, keys in _COLORED.items() for key in keys}
+    colored = {key: _COLORS[role] for role, keys in _COLORED.items() for key in keys}
     # Without pyplot, the figure opens no window and leaves no global state.
     with matplotlib.rc_context(_SETTINGS | colored):
         new = matplotlib.figure.Figure
         figure = new(figsize=size, dpi=130, layout="constrained")
         panels = figure.subplots(rows, squeeze=False, sharex=True)
-        yield figure, list(panels.flat), colors
+        yield figure, list(panels.flat), _COLORS
         if path is not None:
             # Draw in memory first, so that an error leaves no file.
             data = io.BytesIO()

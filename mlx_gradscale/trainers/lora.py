@@ -23,7 +23,7 @@ _INSTALL = (
     f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
 _DTYPES = ("float16", "bfloat16", "float32")
-# The arguments of LossScaleOptimizer. The run command has them, too.
+# The arguments of LossScaleOptimizer.
 OPTIMIZER_FLAGS: dict[str, dict[str, Any]] = {
     "max-grad-norm": {
         "metavar": "NORM",

@@ -12,7 +12,7 @@ NAME = re.compile(r"\bmlx_gradscale(?:\.[A-Za-z_]\w*)+")
 # The names of commands, not of Python objects.
 COMMANDS = {"mlx_gradscale.lora", "mlx_gradscale.git"}
 MODULES = {
-    *("convert", "diagnostics", "distributed", "ema", "float32", "formats"),
+    *("convert", "diagnostics", "distributed", "ema", "float32"),
     *("plot", "torch_checkpoint"),
 }
 

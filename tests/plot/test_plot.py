@@ -140,18 +140,14 @@ def test_headroom_plot_of_300_layers_labels_the_worst_and_counts_the_others():
     assert any(x.startswith(title) for x in texts(figure))
 
 
-@pytest.mark.parametrize(
-    ("suffix", "dark"), [(".png", True), (".svg", False), (".pdf", True)]
-)
-def test_plots_are_saved_without_changing_matplotlib_settings(
-    run, tmp_path, suffix, dark
-):
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_plots_are_saved_without_changing_matplotlib_settings(run, tmp_path, suffix):
     before = dict(matplotlib.rcParams)
     folder = tmp_path / "pictures"
     folder.mkdir()
-    plot_history(run, folder / f"history{suffix}", dark=dark)
-    plot_gradients(gradients(), folder / f"gradients{suffix}", dark=dark)
-    plot_headroom(search(largest=1e5), folder / f"headroom{suffix}", dark=dark)
+    plot_history(run, folder / f"history{suffix}")
+    plot_gradients(gradients(), folder / f"gradients{suffix}")
+    plot_headroom(search(largest=1e5), folder / f"headroom{suffix}")
     assert {p.stem for p in folder.iterdir()} == {"gradients", "headroom", "history"}
     assert all(path.stat().st_size > 1000 for path in folder.iterdir())
     assert dict(matplotlib.rcParams) == before
@@ -173,7 +169,7 @@ def test_plotting_empty_data_is_an_error_and_writes_no_file(run, tmp_path):
 
 def test_plot_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsys):
     output = str(tmp_path / "a.png")
-    assert main([str(run), "-o", output, "--dark"]) == 0
+    assert main([str(run), "-o", output]) == 0
     assert main([str(run)]) == 0
     printed = capsys.readouterr().out.split()
     assert printed == [output, str(tmp_path / "run.png")]

@@ -16,7 +16,6 @@ from mlx_gradscale import (
     NonFinite,
     all_finite,
     compile_step,
-    everywhere,
     find_float32_layers,
     float32_layers,
     nonfinite,
@@ -53,11 +52,6 @@ def drop_in(model: nn.Module, folder: Path) -> None:
     guarded.update(model, model.parameters())
     assert_type(mlx_gradscale.__version__, str)
 
-    @everywhere()
-    def script() -> None: ...
-
-    with everywhere(max_grad_norm=1.0):
-        guarded.update(model, model.parameters())
     step = compile_step(lambda x: x, [model.state, optimizer.state])
     assert_type(step(mx.array(1.0)), Any)
 
