@@ -1,8 +1,8 @@
 """The training core: loss scaling, skipped steps and master weights.
 
 Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
-``finite``, ``forward``, ``passes``, ``gradients``, ``optimizers``, ``moments``,
-``ranks``, ``guard`` (a step), ``scaler``, ``state``, ``optimizer``. Only
+``finite``, ``intercept``, ``forward``, ``passes``, ``gradients``, ``optimizers``,
+``moments``, ``ranks``, ``guard`` (a step), ``scaler``, ``state``, ``optimizer``. Only
 ``GradScaler.save`` and ``load`` import other parts of the package. One step, for every
 kind of optimizer, is ``GradScaler._plan`` and a commit: match gradients to parameters,
 inspect them, plan the results, advance the scale, commit.

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from itertools import chain
 from operator import is_not
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from .finite import all_finite
+from .intercept import get_handlers
 from .trees import CONTAINERS, Writes, commit, is_floating, leaves, walk
 
 
@@ -38,7 +38,7 @@ class Casting(NamedTuple):
         for path, module in model.named_modules():
             # float32_layers() marks the layers that compute in float32. The prefix of
             # the model itself is "", with which every path starts.
-            if getattr(module, "computes_in_float32", False):
+            if any(getattr(h, "computes_in_float32", 0) for h in get_handlers(module)):
                 float32_prefixes += (f"{path}." if path else "",)
 
         def cast_parameter(path: str, x: mx.array) -> Any:
@@ -55,117 +55,39 @@ class Casting(NamedTuple):
 
 
 class Entrance:
-    """Casts the arguments of calls that enter a model from outside.
+    """Handler that casts the arguments of calls that enter a model from outside.
 
-    While a loss is computed, each module has a subclass of its class, whose calls cast
-    their arguments if the module has arrays of the compute dtype. Inside such a call,
-    all modules have their own classes, so that a layer may pass float32 to the next:
-
-        open() ... subclasses ... model(x) ... own classes ... returns ... subclasses
-
-    ``float32/calls.py`` intercepts calls for as long as the model exists.
+    Calls inside such a call are left alone, so that a layer may pass float32 to the
+    next. A module without arrays of the compute dtype gets its arguments as they are.
     """
 
     def __init__(self, casting: Casting):
         self._casting = casting
-        # Each class and its subclass, by the id of either. (The subclasses that
-        # float32_layers() creates compare equal to their originals.)
-        self._classes: dict[int, tuple[type, type]] = {}
-        # While a loss is computed: each module with its class and subclass, whether
-        # the modules have their subclasses, and the ids of modules that were called
-        # from outside.
-        self._modules: list[tuple[nn.Module, type, type]] = []
-        self._is_intercepting = False
+        self._is_inside = False
+        # The ids of modules that were called from outside in the forward pass. In the
+        # backward pass, mx.checkpoint calls inner modules from outside too, so only
+        # these cast.
         self._entered: set[int] = set()
-        # In the backward pass, mx.checkpoint calls inner modules from outside too, so
-        # only those cast that were entered in the forward pass.
         self.is_backward = False
 
-    @contextmanager
-    def open(self, model: nn.Module) -> Iterator[None]:
-        """Intercept calls of the model's modules within a ``with`` block."""
-        modules = []
-        for module in model.modules():
-            cls = type(module)
-            if not callable(module):
-                continue
-            if id(cls) not in self._classes:
-                both = cls, self._make_subclass(cls, module)
-                self._classes |= {id(each): both for each in both}
-            modules.append((module, *self._classes[id(cls)]))
-        # The loss may compute gradients of the same function.
-        outer = self._modules, self._entered, self.is_backward, self._is_intercepting
-        self._modules, self._entered, self.is_backward = modules, set(), False
+    def __call__(
+        self, module: nn.Module, function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the function with cast arguments if the call enters the model."""
+        if self._is_inside:
+            return function(*args, **kwargs)
+        if not self.is_backward:
+            self._entered.add(id(module))
+        dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
+        is_entered = id(module) in self._entered
+        is_cast = is_entered and self._casting.compute_dtype in dtypes
+        cast = self._casting.cast if is_cast else lambda x: x
+        self._is_inside = True
         try:
-            self._intercept(True)
-            yield
+            with Substitution((args, kwargs), cast) as (args, kwargs):
+                return function(*args, **kwargs)
         finally:
-            self._intercept(False)
-            self._modules, self._entered, self.is_backward, was_intercepting = outer
-            self._intercept(was_intercepting)
-
-    def _intercept(self, is_on: bool) -> None:
-        for module, own, subclass in self._modules:
-            old, new = (own, subclass) if is_on else (subclass, own)
-            if type(module) is old:  # the loss may have set another class
-                object.__setattr__(module, "__class__", new)
-        self._is_intercepting = is_on
-
-    def _make_subclass(self, cls: Any, instance: nn.Module) -> Any:
-        @wraps(cls.__call__)
-        def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            function = super(subclass, module).__call__  # type: ignore[misc]
-            if not self.is_backward:
-                self._entered.add(id(module))
-            is_entered = id(module) in self._entered
-            # A module whose parameters are kept in float32 gets its inputs as they are.
-            dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
-            is_cast = is_entered and self._casting.compute_dtype in dtypes
-            cast = self._casting.cast if is_cast else lambda x: x
-            self._intercept(False)
-            try:
-                with Substitution((args, kwargs), cast) as (args, kwargs):
-                    return function(*args, **kwargs)
-            finally:
-                self._intercept(True)
-
-        def reduce_ex(module: Any, protocol: Any) -> Any:
-            # A copy of the module is an ordinary one.
-            object.__setattr__(module, "__class__", cls)
-            try:
-                return module.__reduce_ex__(protocol)
-            finally:
-                if self._is_intercepting:
-                    object.__setattr__(module, "__class__", subclass)
-
-        body = {"__call__": call, "__reduce_ex__": reduce_ex}
-        body["__module__"] = cls.__module__
-        bases = (cls,) if issubclass(cls, _Hidden) else (_Hidden, cls)
-        try:
-            # type.__new__ skips what a metaclass does with a new class.
-            subclass: Any = type.__new__(type(cls), cls.__name__, bases, body)
-            # Find out now whether the class of such a module can be replaced.
-            object.__setattr__(instance, "__class__", subclass)
-            object.__setattr__(instance, "__class__", cls)
-        except (AttributeError, TypeError) as error:
-            raise TypeError(
-                f"The inputs of {cls.__name__} cannot be cast, because its class "
-                "cannot be replaced. Pass cast_inputs=False, and cast the inputs in "
-                "the loss function."
-            ) from error
-        return subclass
-
-
-class _Hidden:
-    """Hides a subclass from ``__init_subclass__``, where a class may register it.
-
-    It is the first base, so its method runs instead of the class's own.
-    """
-
-    __slots__ = ()
-
-    def __init_subclass__(cls) -> None:
-        pass
+            self._is_inside = False
 
 
 # How dicts and lists replace a value. Subclasses with a method of their own, such as

@@ -7,7 +7,6 @@ accumulation or averaging, a step uses the gradient as is.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -25,6 +24,7 @@ from .forward import (
     preserve,
 )
 from .fusion import each_use
+from .intercept import watch as watch_calls
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
 from .passes import Call, Passes
@@ -67,7 +67,7 @@ class Backward:
         is_cast = casting.compute_dtype is not None
         is_checked = is_cast or not is_enabled
         watch = UpdateWatch()
-        entrance = Entrance(casting) if is_cast and casting.cast_inputs else None
+        is_input_cast = is_cast and casting.cast_inputs
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
@@ -78,19 +78,20 @@ class Backward:
             scale = self._state["scale"] if is_enabled else mx.array(1.0)
             own = model.trainable_parameters()
             cast = casting.cast_parameters(model, own) if is_cast else own
+            entrance = Entrance(casting)
+            modules = model.modules() if is_input_cast else []
 
             def scaled_loss(cast: Any, args: Any, kwargs: Any) -> tuple[mx.array, ...]:
                 substitutes.extend(leaves(cast))
                 model.update(cast)
                 outputs = loss_fn(*args, **kwargs)
-                if entrance is not None:
-                    entrance.is_backward = True
+                entrance.is_backward = True
                 loss = loss_of(outputs)
                 return loss.astype(mx.float32) * scale, loss, outputs
 
             with (
                 preserve([model], own, is_cast) as (places, substitutes),
-                nullcontext() if entrance is None else entrance.open(model),
+                watch_calls([(module, entrance) for module in modules]),
             ):
                 scaled = mx.value_and_grad(scaled_loss)(cast, args, kwargs)
             (_, loss, outputs), gradients = scaled

@@ -9,8 +9,7 @@ import mlx.nn as nn
 
 from ..core.finite import all_finite
 from ..core.forward import Casting
-from ..float32.calls import preserved
-from ..float32.trial import Progress, Trial
+from ..float32.trial import Progress, Trial, preserved
 from .reading import scaler_of
 
 # Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the

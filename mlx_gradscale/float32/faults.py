@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from ..core.forward import is_opaque
 from ..files.text import list_some, power
 from ..nonfinite_leaves import nonfinite
-from .calls import owner_of
 from .trial import Run, Trial, Value, relative_distance
+from .where import owner_of
 
 # Relative distances from float32. Rounding between two layers stays below the first; an
 # overflow in a sum exceeds it. The second applies if the loss is off but no value

@@ -11,11 +11,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from ..core.forward import is_opaque, writable_arrays
+from ..core.intercept import get_handlers, set_handlers
 from ..core.masters import HALF, to_float32
 from ..core.trees import Writes, commit, is_floating, leaves
 from ..files.text import dtype_name
-from .calls import get_handlers, is_inside, ordered_modules, set_handlers
-from .where import TO_THE_LOSS, resolve
+from .where import TO_THE_LOSS, is_inside, ordered_modules, resolve
 
 # The BatchNorm attribute that holds the original dtype of the running statistics.
 _OWN_DTYPE = "_statistics_dtype"
@@ -59,13 +59,19 @@ class Float32Call:
         return _downcast(dtype, outputs)
 
 
+def computes_in_float32(module: nn.Module) -> bool:
+    """Return whether a module is a float32 layer."""
+    return any(isinstance(handler, Float32Call) for handler in get_handlers(module))
+
+
 def float32_layers(model: nn.Module, where: Any) -> list[str]:
     """Make selected layers of a half-precision model compute in float32.
 
     These layers cast their arguments and parameters to float32 for the duration of each
     call, and cast their outputs back. Parameters keep their names and dtypes, so
-    saving, loading, freezing, LoRA, quantization, copying and gradient checkpointing
-    work as before. Only the running statistics of a BatchNorm become float32. In a
+    saving, loading, freezing, copying, pickling and gradient checkpointing work as
+    before. If you replace layers later, with ``nn.quantize`` or LoRA for example, call
+    this function again. Only the running statistics of a BatchNorm become float32. In a
     float32 model, these layers have an effect only if you train with ``compute_dtype``:
     their parameters then stay in float32.
 
@@ -79,10 +85,9 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     each other, and only the last one casts back. ``"head to the loss"`` does not cast
     back at all, so that the loss is computed in float32.
 
-    The class of each layer is replaced with a subclass that compares equal to the
-    original but cannot be pickled. Only calls, and ``as_linear`` of a tied embedding,
-    run in float32; other methods run in half precision. Arrays in lists, dicts and
-    caches are not cast, because a layer may write to these containers.
+    The class of each layer is replaced with a subclass. Only calls, and ``as_linear``
+    of a tied embedding, run in float32; other methods run in half precision. Arrays in
+    lists, dicts and caches are not cast, because a layer may write to these containers.
 
     Args:
         model (nn.Module): The model. It is modified in place.

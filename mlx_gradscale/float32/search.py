@@ -12,11 +12,10 @@ from mlx.utils import tree_flatten
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
 from ..files.text import dtype_name, power
-from .calls import is_inside, owner_of
 from .faults import find_fault
 from .report import FIRST_SCALE, Float32Search, Row
 from .trial import Call, Progress, Run, Trial, Value, relative_distance
-from .where import TO, TO_THE_LOSS, resolve
+from .where import TO, TO_THE_LOSS, is_inside, owner_of, resolve
 
 # The smallest and the largest loss scale to try, and the factor between two.
 _SMALLEST, _LARGEST, _FACTOR = 2.0**-40, 2.0**40, 2.0**8

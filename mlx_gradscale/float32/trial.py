@@ -5,7 +5,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,20 +17,14 @@ from mlx.utils import tree_map
 
 from ..core.forward import Casting, Substitution, is_opaque
 from ..core.gradients import loss_of
+from ..core.intercept import Handler, get_handlers, set_handlers
 from ..core.masters import HALF
 from ..core.scaler import GradScaler
-from ..core.trees import flatten, is_floating, leaves
+from ..core.trees import flatten, is_floating, leaves, restore, snapshot
 from ..files.text import dtype_name
 from ..nonfinite_leaves import count_nonfinite
-from .calls import (
-    Handler,
-    get_handlers,
-    ordered_modules,
-    owner_of,
-    preserved,
-    set_handlers,
-)
-from .layers import first_half, float32_layers
+from .layers import computes_in_float32, first_half, float32_layers
+from .where import ordered_modules, owner_of
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
@@ -213,7 +208,7 @@ class Run:
         def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             outer = self._running[-1]
             caller = outer.path
-            is_float32 = outer.is_float32 or module.computes_in_float32
+            is_float32 = outer.is_float32 or computes_in_float32(module)
             call = Call(path, first_half(module.values()), is_float32)
             if not self.is_forward_done:
                 outer.children.append(call)
@@ -254,6 +249,37 @@ class Run:
         place = value.path, value.caller, f"{value.side} gradient"
         self._add(Value(gradient, *place, self.scale))
         return gradient
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Disable ``mx.compile``. On exit, restore it, the model and the random state."""
+    saved = snapshot(model)
+    attributes = [(m, type(m), dict(vars(m))) for _, m in ordered_modules(model)]
+    random_state: Any = mx.random.state
+    high, low = random_state[0].tolist()
+    compiles = _is_compile_enabled()
+    try:
+        # A layer's values cannot be read inside a compiled function.
+        mx.disable_compile()
+        yield
+    finally:
+        if compiles:
+            mx.enable_compile()
+        # The random state holds the seed as two 32-bit halves.
+        mx.random.seed(high << 32 | low)
+        restore(saved)
+        for module, cls, own in attributes:
+            object.__setattr__(module, "__class__", cls)
+            vars(module).clear()
+            vars(module).update(own)
+
+
+def _is_compile_enabled() -> bool:
+    # MLX has no API for this, so check whether a second call runs the Python code.
+    traces = iter(range(3))
+    compiled = mx.compile(lambda x: x + next(traces))
+    return [compiled(mx.array(0)).item() for _ in range(2)] == [0, 0]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..files.paths import read_json
-from .calls import is_inside, ordered_modules
 
 # Joins paths, as in "layers.3 to norm". Paths do not contain spaces.
 TO = " to "
@@ -17,6 +17,26 @@ TO = " to "
 TO_THE_LOSS = " to the loss"
 
 FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
+
+
+def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """Return (path, module) for a model and its submodules, in definition order."""
+    found = [(path, model)]
+    children = tree_flatten(model.children(), is_leaf=nn.Module.is_module)
+    for name, child in children:
+        if isinstance(child, nn.Module):
+            found += ordered_modules(child, f"{path}.{name}" if path else name)
+    return found
+
+
+def is_inside(path: str, *outer: str) -> bool:
+    """Return whether a path equals one of the outer paths or lies inside one."""
+    return any(not each or f"{path}.".startswith(f"{each}.") for each in outer)
+
+
+def owner_of(paths: Iterable[str], parameter: str) -> str:
+    """Return the innermost of the given paths that contains a parameter or module."""
+    return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 
 def resolve(model: nn.Module, where: Any) -> dict[str, list[str]]:

@@ -19,6 +19,7 @@ from support.ring import run_ranks
 
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.float32 import Float32Search
+from mlx_gradscale.float32.layers import computes_in_float32
 from mlx_gradscale.trainers import lora_training
 from mlx_gradscale.trainers.lora import main
 
@@ -324,7 +325,7 @@ def test_float32_layers_flag_applies_to_the_trained_model(place, tmp_path, monke
 
     def look(*args, model, **kwargs):
         projection = model.layers[0].self_attn.q_proj
-        mlp = model.layers[1].mlp.computes_in_float32
+        mlp = computes_in_float32(model.layers[1].mlp)
         seen.append((mlp, type(projection).__name__))
         return evaluate(*args, model=model, **kwargs)
 

@@ -1,0 +1,119 @@
+"""Intercept the calls of single modules.
+
+Python looks up ``__call__`` on the type. So while a module has handlers, its class is a
+subclass, made once per class, that passes each call through them. The class itself, and
+every other module that has it, stay as they are.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import mlx.nn as nn
+
+# Called with the module, the function to call and its arguments; returns the outputs.
+Handler = Callable[..., Any]
+
+# The methods to intercept. A tied embedding computes the logits with as_linear.
+_METHODS = ("__call__", "as_linear")
+# A Python attribute of the module, so not one of its parameters. Copies have it too.
+_HANDLERS = "_call_handlers"
+# The handlers of watch(), by the id of the module. Copies do not have them.
+_watching: defaultdict[int, list[Handler]] = defaultdict(list)
+
+
+def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
+    """Return the permanent handlers of a module, innermost first."""
+    handlers: tuple[Handler, ...] = vars(module).get(_HANDLERS, ())
+    return handlers
+
+
+def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
+    """Replace the permanent handlers of a module; ``()`` restores its class."""
+    vars(module).pop(_HANDLERS, None)
+    if handlers:
+        vars(module)[_HANDLERS] = handlers
+    _set_class(module)
+
+
+@contextmanager
+def watch(pairs: Iterable[tuple[nn.Module, Handler]]) -> Iterator[None]:
+    """Add handlers outside those that modules have, within a ``with`` block."""
+    pairs = [(module, handler) for module, handler in pairs if callable(module)]
+    try:
+        for module, handler in pairs:
+            _watching[id(module)].append(handler)
+            _set_class(module)
+        yield
+    finally:
+        for module, handler in pairs:
+            if handler in _watching[id(module)]:
+                _watching[id(module)].remove(handler)
+            if not _watching[id(module)]:
+                del _watching[id(module)]
+            _set_class(module)
+
+
+def _set_class(module: nn.Module) -> None:
+    """Give a module the class that its handlers require."""
+    cls = type(module)
+    own = cls.__base__ if _is_subclass(cls) else cls
+    is_handled = get_handlers(module) or id(module) in _watching
+    new = _subclass_of(own) if is_handled else own
+    if new is not cls:
+        # A module's own __setattr__ stores an attribute.
+        object.__setattr__(module, "__class__", new)
+
+
+def _is_subclass(cls: type) -> bool:
+    return "_is_intercepting" in vars(cls)
+
+
+def _subclass_of(cls: Any) -> type:
+    """Return the subclass of a class whose instances pass calls through handlers."""
+    # Python lists a class's subclasses by weak references.
+    for known in type.__subclasses__(cls):
+        if _is_subclass(known):
+            return known
+    body: dict[str, Any] = {"__reduce_ex__": _reduce, "_is_intercepting": True}
+    for name in ("__module__", "__qualname__", "__doc__"):
+        body[name] = getattr(cls, name)
+    # Not hasattr(), which is true of __call__ for every class: its metaclass has it.
+    defined = {name for each in cls.__mro__ for name in vars(each)}
+    body |= {name: _intercept(cls, name) for name in _METHODS if name in defined}
+    # type.__new__ skips what a metaclass does with a new class.
+    subclass: type = type.__new__(type(cls), cls.__name__, (cls,), body)
+    return subclass
+
+
+def _intercept(cls: type, name: str) -> Callable[..., Any]:
+    @wraps(getattr(cls, name))
+    def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        # Looked up in each call, because mlx-lm's grad_checkpoint replaces it.
+        function = partial(getattr(cls, name), self)
+        for handler in (*get_handlers(self), *_watching.get(id(self), ())):
+            function = partial(handler, self, function)
+        return function(*args, **kwargs)
+
+    return method
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Describe a module to pickle and copy, which cannot find the subclass."""
+    subclass = type(self)
+    object.__setattr__(self, "__class__", subclass.__base__)
+    try:
+        reduced: Any = self.__reduce_ex__(protocol)
+    finally:
+        object.__setattr__(self, "__class__", subclass)
+    function, args, *rest = reduced
+    return (_build, (bool(get_handlers(self)), function, args), *rest)
+
+
+def _build(is_handled: bool, function: Callable[..., Any], args: Any) -> Any:
+    module = function(*args)
+    if is_handled:
+        object.__setattr__(module, "__class__", _subclass_of(type(module)))
+    return module
