@@ -24,7 +24,7 @@ LAYERS, WIDTH = 24, 576
 MANY_LAYERS, NARROW = 192, 204
 BARE = "AdamW, float32, MLX alone"
 RUNS = {BARE: Case()} | {k: x for k, x in CASES.items() if k.startswith("AdamW")}
-RUNS["AdamW, float32, bfloat16 moments"] = Case(moments="bfloat16")
+RUNS["AdamW, float32, state_bits=16"] = Case(state_bits=16)
 
 
 def measure(quick: bool = False) -> Rows:

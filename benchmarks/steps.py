@@ -92,8 +92,7 @@ class Case:
     dtype: mx.Dtype = mx.float32
     compute_dtype: mx.Dtype | None = None
     clip: bool = False
-    masters: str = "float32"
-    moments: str = "float32"
+    state_bits: int = 32
 
     def gradients(self, shapes: Shapes) -> list[mx.array]:
         """Return gradients in the dtype of this case's backward pass."""
@@ -105,8 +104,7 @@ class Case:
             self.optimizer(),
             GradScaler(SCALE),
             max_grad_norm=MAX_GRAD_NORM if self.clip else None,
-            masters=self.masters,
-            moments=self.moments,
+            state_bits=self.state_bits,
         )
 
 
@@ -114,10 +112,7 @@ CASES = {
     "AdamW, float32": Case(),
     "AdamW, float32, max_grad_norm": Case(clip=True),
     "AdamW, float16, float32 master weights": Case(dtype=mx.float16),
-    "AdamW, float16, remainders": Case(dtype=mx.float16, masters="remainder"),
-    "AdamW, float16, remainders, bfloat16 moments": Case(
-        dtype=mx.float16, masters="remainder", moments="bfloat16"
-    ),
+    "AdamW, float16, state_bits=16": Case(dtype=mx.float16, state_bits=16),
     "AdamW, float32 computed in float16": Case(compute_dtype=mx.float16),
     "SGD with momentum, float32": Case(lambda: optim.SGD(1e-3, momentum=0.9)),
     "Lion, float32": Case(lambda: optim.Lion(1e-5)),

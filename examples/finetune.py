@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.models import llama
 from tqdm import tqdm
 
-from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import LossScaleOptimizer, MasterWeightOptimizer
 
 BATCH, LENGTH = 8, 32  # sequences per batch, and bytes per sequence
 EVERY = 20  # steps between two validations
@@ -36,7 +36,11 @@ EVERY = 20  # steps between two validations
 VARIANTS = {
     "float32": (mx.float32, None, {"color": "#8c959f", "linewidth": 7}),
     "bfloat16": (mx.bfloat16, None, {"color": "#cf222e", "marker": "o"}),
-    "bfloat16 + master weights": (mx.bfloat16, GuardedOptimizer, {"color": "#0969da"}),
+    "bfloat16 + master weights": (
+        mx.bfloat16,
+        MasterWeightOptimizer,
+        {"color": "#0969da"},
+    ),
     "float16": (mx.float16, None, {"color": "#bc4c00", "marker": "X", "zorder": 3}),
     "float16 + master weights + loss scale": (
         mx.float16,
@@ -97,7 +101,7 @@ def train(
     """Train on random batches of a text; return the losses on the held-out text."""
     loss_fn = next_byte_loss(model)
     # With a wrapped optimizer, only this line differs.
-    if isinstance(optimizer, (LossScaleOptimizer, GuardedOptimizer)):
+    if isinstance(optimizer, (LossScaleOptimizer, MasterWeightOptimizer)):
         loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     else:
         loss_and_grad = nn.value_and_grad(model, loss_fn)

@@ -24,7 +24,7 @@ from matplotlib.cbook import get_sample_data
 from PIL import Image
 from tqdm import tqdm
 
-from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import LossScaleOptimizer, MasterWeightOptimizer
 
 SIZE = 192  # 3 colors x 192 x 192 pixels = 110,592 values
 
@@ -77,7 +77,7 @@ def train(
         return nn.losses.mse_loss(model(blur).astype(mx.float32), blurred)
 
     # With a wrapped optimizer, only this line differs.
-    if isinstance(optimizer, (LossScaleOptimizer, GuardedOptimizer)):
+    if isinstance(optimizer, (LossScaleOptimizer, MasterWeightOptimizer)):
         loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     else:
         loss_and_grad = nn.value_and_grad(model, loss_fn)
@@ -133,7 +133,7 @@ def main() -> None:
     runs = {
         "float32": (mx.float32, adam()),
         "float16": (half, adam()),
-        "float16 + master weights": (half, GuardedOptimizer(adam())),
+        "float16 + master weights": (half, MasterWeightOptimizer(adam())),
         "float16 + master weights + loss scale": (half, LossScaleOptimizer(adam())),
     }
     sharp = photograph()

@@ -16,15 +16,15 @@ from ._version import __version__
 from .checkpoint import restore_checkpoint, save_checkpoint
 from .compile_step import compile_step
 from .core.finite import all_finite
-from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
+from .core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from .core.scaler import GradScaler
 from .float32 import find_float32_layers, float32_layers
 from .nonfinite_leaves import NonFinite, nonfinite
 
 __all__ = [
     "GradScaler",
-    "GuardedOptimizer",
     "LossScaleOptimizer",
+    "MasterWeightOptimizer",
     "NonFinite",
     "__version__",
     "all_finite",

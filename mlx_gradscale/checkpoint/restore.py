@@ -49,9 +49,8 @@ def restore_checkpoint(
     First create the model, the optimizer and the scaler as in the saved run, including
     schedules; the resumed run is then bit-identical to an uninterrupted one. Without a
     schedule, the learning rate is restored too. In distributed training, all ranks must
-    call this; only rank 0 reads. If the number of ranks, or the ``masters`` or
-    ``moments`` argument of a ``LossScaleOptimizer``, has changed, results may differ
-    from the original run's.
+    call this; only rank 0 reads. If the number of ranks, or the ``state_bits`` of a
+    ``LossScaleOptimizer``, has changed, results may differ from the original run's.
 
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of

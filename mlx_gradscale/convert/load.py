@@ -52,8 +52,7 @@ def load_torch(
     learning_rate: Rate | Sequence[Rate] | None = None,
     loss_scaling: bool = False,
     max_grad_norm: float | None = None,
-    masters: str = "float32",
-    moments: str = "float32",
+    state_bits: int = 32,
 ) -> TorchRun:
     """Load a PyTorch checkpoint into an MLX model and build its optimizer and scaler.
 
@@ -72,10 +71,9 @@ def load_torch(
             takes the checkpoint's dtypes. Default: ``False``.
         max_grad_norm (float, optional): Passed to the ``LossScaleOptimizer``; ignored
             without ``loss_scaling``. Default: ``None``.
-        masters (str): Passed to the ``LossScaleOptimizer``; ignored without
-            ``loss_scaling``. Default: ``"float32"``.
-        moments (str): Like ``masters``. The moments are rounded to this dtype, and
-            written to PyTorch in the dtype they had there. Default: ``"float32"``.
+        state_bits (int): Passed to the ``LossScaleOptimizer``; ignored without
+            ``loss_scaling``. With 16, the moments are rounded to bfloat16, and written
+            to PyTorch in the dtype they had there. Default: ``32``.
 
     Returns:
         TorchRun: The optimizer, the scaler and the template. The optimizer computes the
@@ -116,8 +114,7 @@ def load_torch(
                 optimizer,
                 scaler,
                 max_grad_norm=max_grad_norm,
-                masters=masters,
-                moments=moments,
+                state_bits=state_bits,
             )
             if scaler is None:
                 more.append(

@@ -1,9 +1,9 @@
 """Master weights: the float32 values that half-precision parameters are rounded from.
 
-There are two kinds. ``"float32"`` stores the master weight as an array, along with the
-bits that the last step wrote to the parameter. If the parameter's bits differ, the user
-has replaced the weight, and the new value becomes the master weight: "the weight is its
-own master". ``"remainder"`` stores only the rounding error, in 16 bits::
+There are two kinds. With ``state_bits=32``, the master weight is stored as an array,
+along with the bits that the last step wrote to the parameter. If the parameter's bits
+differ, the user has replaced the weight, and the new value becomes the master weight:
+"the weight is its own master". ``state_bits=16`` stores only the rounding error::
 
     master    = weight + remainder / STEPS * unit(weight)
     remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
@@ -130,11 +130,8 @@ def entries(
 class Masters:
     """The master weights of one optimizer, by parameter path."""
 
-    def __init__(self, kind: str):
-        if kind not in ("float32", "remainder"):
-            raise ValueError(f'masters must be "float32" or "remainder", got {kind!r}.')
-        self.kind = kind
-        self._names = ("masters", "written") if kind == "float32" else ("remainders",)
+    def __init__(self, state_bits: int):
+        self._names = ("masters", "written") if state_bits == 32 else ("remainders",)
         # Steps write to these dicts in place, because mx.compile has captured them.
         self.state: dict[str, dict[str, mx.array]] = {
             "masters": {},

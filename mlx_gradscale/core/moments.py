@@ -1,6 +1,6 @@
 """Moments in bfloat16: the state of an optimizer in half the bytes.
 
-With ``moments="bfloat16"``, the state arrays that have their parameter's own shape are
+With ``state_bits=16``, the state arrays that have their parameter's own shape are
 stored in bfloat16. A step reads them as float32, computes in float32, and rounds them.
 
 Rounding to the nearest value would freeze them: with beta2 = 0.999, Adam's second
@@ -31,22 +31,23 @@ from .notices import warn_user
 from .optimizers import is_builtin, single_optimizers
 from .trees import dtype_name
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+# By state_bits.
+DTYPES = {32: mx.float32, 16: mx.bfloat16}
 _CAST = (mx.float32, *HALF)
 # The golden ratio and the square root of 2, modulo 1, times 2**32. Multiples of a
 # quadratic irrational are spread more evenly than random numbers.
 _A, _B = 2654435769, 1779033703
 
 
-def check_moments(kind: Any, optimizer: Optimizer) -> None:
-    """Raise if an optimizer cannot store its moments in this dtype."""
-    if kind not in DTYPES:
-        raise ValueError(f'moments must be "float32" or "bfloat16", got {kind!r}.')
+def check_state_bits(state_bits: Any, optimizer: Optimizer) -> None:
+    """Raise if an optimizer cannot store its state in this many bits."""
+    if state_bits not in tuple(DTYPES):
+        raise ValueError(f"state_bits must be 32 or 16, got {state_bits!r}.")
     for part in single_optimizers(optimizer):
-        if kind != "float32" and not is_builtin(part):
+        if state_bits != 32 and not is_builtin(part):
             raise ValueError(
-                f'moments="bfloat16" requires an optimizer from mlx.optimizers. '
-                f"{type(part).__name__} manages its own state. Leave out moments=."
+                f"state_bits={state_bits} requires an optimizer from mlx.optimizers. "
+                f"{type(part).__name__} manages its own state. Use state_bits=32."
             )
 
 
@@ -78,6 +79,6 @@ def cast_moments(loaded: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         warn_user(
             f"The saved moments are {there} and are cast to {here}, so results may "
             "differ from the saved run's. To resume a run exactly, create the "
-            "optimizer with the same moments=."
+            "optimizer with the same state_bits=."
         )
     return loaded | cast

@@ -33,7 +33,7 @@ _TEXTS = {
     "small. Call scale() in the differentiated function, or use value_and_grad().",
     "other gradients": "These gradients do not come from this scaler, so small float16 "
     "gradients may have underflowed. Get them from value_and_grad() or scale_loss(). "
-    "To train without loss scaling, use GuardedOptimizer.",
+    "To train without loss scaling, use MasterWeightOptimizer.",
     "no master weights": "Some parameters are float16 or bfloat16 and have no master "
     "weights, so small updates are lost. Use LossScaleOptimizer, or keep the "
     "parameters in float32 and pass compute_dtype= to value_and_grad().",

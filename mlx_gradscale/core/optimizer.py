@@ -12,7 +12,7 @@ from mlx.utils import tree_map_with_path
 
 from .guard import Participant
 from .masters import HALF, Masters
-from .moments import DTYPES, check_moments
+from .moments import DTYPES, check_state_bits
 from .optimizers import check_supported, initialize, refuse_multi_optimizer
 from .ranks import Ranks, Sharded
 from .scaler import GradScaler
@@ -36,13 +36,11 @@ class LossScaleOptimizer(Optimizer):
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
-        masters (str): How to store master weights: ``"float32"``, or ``"remainder"`` to
-            store only the rounding error, in 16 bits. This saves two bytes per
-            half-precision parameter, but is slower on CPUs. Default: ``"float32"``.
-        moments (str): The dtype of state arrays that have their parameter's own shape:
-            ``"float32"``, or ``"bfloat16"`` to store them in half the bytes, with
-            dithering instead of rounding to nearest. Only for optimizers from
-            ``mlx.optimizers``. Default: ``"float32"``.
+        state_bits (int): How to store master weights and moments: 32 for float32, or 16
+            for only the rounding error of each weight and for bfloat16 moments, which
+            are dithered instead of rounded to nearest. With AdamW, 16 takes 8 bytes per
+            half-precision parameter instead of 14, weight included, but is slower on
+            CPUs. Only for optimizers from ``mlx.optimizers``. Default: ``32``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
             all of them apply a step or none does. Default: the group of ``scaler``.
         average (bool): Average the gradients, except shards, over the group in float32.
@@ -73,8 +71,7 @@ class LossScaleOptimizer(Optimizer):
         scaler: GradScaler | None = None,
         *,
         max_grad_norm: float | None = None,
-        masters: str = "float32",
-        moments: str = "float32",
+        state_bits: int = 32,
         group: mx.distributed.Group | None = None,
         average: bool = False,
         sharded: Sharded | None = None,
@@ -84,15 +81,15 @@ class LossScaleOptimizer(Optimizer):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None:
             _check_norm(max_grad_norm)
-        check_moments(moments, optimizer)
+        check_state_bits(state_bits, optimizer)
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
         self._clips = max_grad_norm is not None
         group = self.scaler.group if group is None else group
         self._ranks = Ranks(group, average, sharded, self._clips)
-        self._masters = Masters(masters)
-        self._moments = moments
+        self._masters = Masters(state_bits)
+        self._state_bits = state_bits
         # The parts of a loaded state that init() has yet to check.
         self._loaded: tuple[str, ...] = ()
         limit = mx.array(float(max_grad_norm or "inf"))
@@ -131,18 +128,18 @@ class LossScaleOptimizer(Optimizer):
         refuse_multi_optimizer()
         if not self._ranks.is_single:
             settings = self.scaler.state_dict() | {"max_grad_norm": self.max_grad_norm}
-            settings |= {"masters": self._masters.kind, "moments": self._moments}
+            settings["state_bits"] = self._state_bits
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
             loaded = take(self.state, self._loaded)
-            initialize(self.optimizer, parameters, DTYPES[self._moments])
+            initialize(self.optimizer, parameters, DTYPES[self._state_bits])
             for path, x in flatten(parameters):
                 if x.dtype in HALF and not self._masters.has(path):
                     self._masters.set(path, x, x)
             if loaded and not replace(self.state, loaded, self._loaded):
                 # Lists in a third-party optimizer's saved state may be incomplete.
-                initialize(self.optimizer, parameters, DTYPES[self._moments])
+                initialize(self.optimizer, parameters, DTYPES[self._state_bits])
         except BaseException:
             restore(before)
             raise
@@ -181,15 +178,15 @@ class LossScaleOptimizer(Optimizer):
         """Describe this optimizer to its scaler; raise if it has another one."""
         if scaler is not self._scaler:
             raise ValueError(
-                "This LossScaleOptimizer was created with another scaler. Pass this "
-                "one to it, LossScaleOptimizer(optimizer, scaler), or call its own "
-                "update(model, grads)."
+                f"This {type(self).__name__} was created with another scaler. Create a "
+                "LossScaleOptimizer(optimizer, scaler) with this one, or call the "
+                "optimizer's own update(model, grads)."
             )
         return Participant(
             self.optimizer,
             self._ranks,
             masters=self._masters,
-            moments=DTYPES[self._moments],
+            moments=DTYPES[self._state_bits],
             norms=self._state if self._clips else None,
         )
 
@@ -327,21 +324,28 @@ class LossScaleOptimizer(Optimizer):
             setattr(inner, name, value)
 
 
-class GuardedOptimizer(LossScaleOptimizer):
+class MasterWeightOptimizer(LossScaleOptimizer):
     """Wrap an optimizer with master weights and step skipping, but no loss scaling.
 
     Use it with bfloat16, which has the same range as float32 and needs no loss scaling.
     Get the gradients from ``nn.value_and_grad``. Equivalent to
-    ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
+    a ``LossScaleOptimizer`` whose scale is fixed at 1.
 
     Args:
         optimizer (Optimizer): The optimizer to wrap.
-        **arguments (Any): Arguments of ``LossScaleOptimizer``, except ``scaler``.
+        max_grad_norm (float, optional): As in :class:`LossScaleOptimizer`, like all
+            other arguments. Default: ``None``.
+        state_bits (int): 32 or 16. Default: ``32``.
+        group (mx.distributed.Group, optional): The ranks that train together.
+            Default: ``None``.
+        average (bool): Average the gradients over the group. Default: ``False``.
+        sharded (Callable or bool, optional): Which gradients are shards.
+            Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-        >>> from mlx_gradscale import GuardedOptimizer
-        >>> model, optimizer = nn.Linear(2, 1), GuardedOptimizer(optim.SGD(0.1))
+        >>> from mlx_gradscale import MasterWeightOptimizer
+        >>> model, optimizer = nn.Linear(2, 1), MasterWeightOptimizer(optim.SGD(0.1))
         >>> loss_and_grad = nn.value_and_grad(model, lambda x: model(x).mean())
         >>> loss, grads = loss_and_grad(mx.array([[float("nan"), 1.0]]))
         >>> optimizer.update(model, grads)
@@ -349,8 +353,25 @@ class GuardedOptimizer(LossScaleOptimizer):
         array(1, dtype=int32)
     """
 
-    def __init__(self, optimizer: Optimizer, **arguments: Any):
-        super().__init__(optimizer, GradScaler(1.0, dynamic=False), **arguments)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        state_bits: int = 32,
+        group: mx.distributed.Group | None = None,
+        average: bool = False,
+        sharded: Sharded | None = None,
+    ):
+        super().__init__(
+            optimizer,
+            GradScaler(1.0, dynamic=False),
+            max_grad_norm=max_grad_norm,
+            state_bits=state_bits,
+            group=group,
+            average=average,
+            sharded=sharded,
+        )
 
 
 def _check_norm(value: Any) -> None:

@@ -31,8 +31,8 @@ def check_supported(optimizer: Any) -> None:
         raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {optimizer!r}.")
     if is_wrapper(optimizer):
         raise TypeError(
-            "A LossScaleOptimizer cannot be wrapped, or be part of a MultiOptimizer. "
-            "Wrap the MultiOptimizer: LossScaleOptimizer(MultiOptimizer([...]))."
+            f"A {kind.__name__} cannot be wrapped, or be part of a MultiOptimizer. "
+            f"Wrap the MultiOptimizer: {kind.__name__}(MultiOptimizer([...]))."
         )
     bypassed: dict[str, Any] = {"update": Optimizer.update}
     instead = "apply_gradients()"

@@ -21,7 +21,7 @@ from .trees import CONTAINERS, commit, dtype_name, slots
 # first part.
 LOADED = ("optimizer.", "masters.", "written.", "remainders.", "grad_norm")
 _CONSTANTS = (bool, int, float, str, type(None))
-_SAME = "Load a state that was saved with the same model, optimizer and masters=."
+_SAME = "Load a state that was saved with the same model, optimizer and state_bits=."
 
 
 class State(dict[str, Any]):

@@ -30,15 +30,12 @@ OPTIMIZER_FLAGS: dict[str, dict[str, Any]] = {
         "type": float,
         "help": "Clip gradients to this global norm.",
     },
-    "masters": {
-        "choices": ("float32", "remainder"),
-        "help": "Store master weights in float32, or only their rounding error in 16 "
-        "bits (remainder), which takes less memory. Default: float32.",
-    },
-    "moments": {
-        "choices": ("float32", "bfloat16"),
-        "help": "Store the moments of the optimizer in this dtype. With --masters "
-        "remainder, bfloat16 takes 8 bytes per parameter in all. Default: float32.",
+    "state-bits": {
+        "type": int,
+        "choices": (32, 16),
+        "help": "Store master weights and moments in this many bits. With AdamW and "
+        "half-precision weights, 16 takes 8 bytes per parameter instead of 14. "
+        "Default: 32.",
     },
 }
 # No defaults, because mlx-lm reads a value from YAML only if its flag is None.

@@ -126,7 +126,7 @@ class Training:
             ("trained weights", _dtypes(trained)),
         ]
         if "float16" in _dtypes(trained):  # or bfloat16
-            rows.append(("master weights", self._arguments.masters or "float32"))
+            rows.append(("master weights", f"{self._arguments.state_bits or 32} bits"))
         if scaler.state["dynamic"] or scaler.get_scale() != 1:
             rows.append(("loss scale", f"{kind} {power(scaler.get_scale())}"))
         if self._world.rank() == 0:

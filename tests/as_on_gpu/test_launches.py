@@ -39,13 +39,9 @@ MODES = {
 }
 for half in (mx.float16, mx.bfloat16):
     name = str(half).removeprefix("mlx.core.")
-    MODES[f"{name}, float32 masters"] = ({"dtype": half}, 16.5, 17.0)
-    small = {"dtype": half, "moments": "bfloat16"}
-    MODES[f"{name}, float32 masters, small"] = (small, 16.5, 17.0)
-    remainder = {"dtype": half, "masters": "remainder"}
-    MODES[f"{name}, remainders"] = (remainder, 12.5, 13.0)
-    MODES[f"{name}, small"] = (remainder | small, 12.5, 13.0)
-MODES["float32, small"] = ({"moments": "bfloat16"}, 17.0, 17.0)
+    MODES[name] = ({"dtype": half}, 16.5, 17.0)
+    MODES[f"{name}, 16 bits"] = ({"dtype": half, "state_bits": 16}, 12.5, 13.0)
+MODES["float32, 16 bits"] = ({"state_bits": 16}, 17.0, 17.0)
 
 
 def launches_of(case, compiled=True, shapes=(SHAPE,) * LEAVES, transposed=False):
@@ -70,7 +66,7 @@ def check_kernels(launches, mode=None):
 
 def check_launches(launches, case, name, moved):
     """Check that a step has one kernel per leaf, and moves this much per parameter."""
-    moved += MOMENTS[name] / (2 if case.moments == "bfloat16" else 1)
+    moved += MOMENTS[name] / (2 if case.state_bits == 16 else 1)
     check_kernels(launches)
     reductions = [x for x in launches if x.elements == 1 and x.bytes > SIZE]
     # Metal reduces arrays of this size in two launches.
@@ -117,7 +113,7 @@ def test_parameter_without_elements_launches_nothing(mode):
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_is_one_kernel_per_parameter(name):
     for mode, (given, *_) in MODES.items():
-        if name == "AdaDelta" and ("remainders" in mode or "small" in mode):
+        if name == "AdaDelta" and "16 bits" in mode:
             continue  # deeper than the 11 primitives that MLX fuses: 5 or 6 kernels
         check_kernels(launches_of(Case(OPTIMIZERS[name], clip=True, **given)), mode)
 
@@ -162,10 +158,9 @@ MEMORY = {
     "AdamW, float32": (12, 12.5),
     "AdamW, float32, max_grad_norm": (12, 12.5),
     "AdamW, float16, float32 master weights": (14, 14.25),
-    "AdamW, float16, remainders": (12, 12.25),
-    "AdamW, float16, remainders, bfloat16 moments": (8, 8.25),
+    "AdamW, float16, state_bits=16": (8, 8.25),
     "AdamW, float32 computed in float16": (12, 12.25),
-    "AdamW, float32, bfloat16 moments": (8, 8.5),
+    "AdamW, float32, state_bits=16": (8, 8.5),
 }
 
 

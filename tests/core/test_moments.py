@@ -1,6 +1,5 @@
-"""Moments in half the bytes: ``moments="bfloat16"``."""
+"""Master weights and moments in half the bytes: ``state_bits=16``."""
 
-import itertools
 import math
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ from mlx.utils import tree_flatten
 from support.helpers import gradients_like
 from support.optimizer_helpers import HALVES, wrapped
 
-from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import LossScaleOptimizer, MasterWeightOptimizer
 
 
 def nbytes(tree):
@@ -18,24 +17,20 @@ def nbytes(tree):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_remainders_take_twelve_bytes_per_parameter_and_eight_with_small_moments(dtype):
+def test_state_bits_32_and_16_take_14_and_8_bytes_per_parameter(dtype):
     taken = {}
-    for kinds in itertools.product(("float32", "remainder"), ("float32", "bfloat16")):
+    for state_bits in (32, 16):
         weights = {"w": mx.ones((32, 32), dtype)}
-        optimizer = wrapped(**dict(zip(("masters", "moments"), kinds, strict=True)))
+        optimizer = wrapped(state_bits=state_bits)
         optimizer.init(weights)
         for seed in range(2):
             gradients = gradients_like(weights, seed)
             weights = optimizer.apply_gradients(gradients, weights)
         state = {k: x for k, x in optimizer.state.items() if k != "written"}
-        taken["/".join(kinds)] = nbytes([weights, state]) / 1024
-    # Weight 2, 4 or 2, moments 8 or 4. What was written is the weight's own memory.
-    assert taken == {
-        "float32/float32": 14,
-        "remainder/float32": 12,
-        "float32/bfloat16": 10,
-        "remainder/bfloat16": 8,
-    }
+        taken[state_bits] = nbytes([weights, state]) / 1024
+    # Weight 2, master weight 4 or 2, moments 8 or 4. The written bits are the weight's
+    # own memory.
+    assert taken == {32: 14, 16: 8}
     plain, weights = optim.AdamW(1e-3), {"w": mx.ones((32, 32), dtype)}
     plain.init(weights)
     assert nbytes([weights, plain.state]) / 1024 == 6
@@ -43,7 +38,7 @@ def test_remainders_take_twelve_bytes_per_parameter_and_eight_with_small_moments
 
 def test_bfloat16_moments_decay_where_rounding_to_the_nearest_would_freeze_them():
     start = {"w": mx.linspace(0.5, 2.0, 256)}
-    optimizer = GuardedOptimizer(optim.Adam(0.0), moments="bfloat16")
+    optimizer = MasterWeightOptimizer(optim.Adam(0.0), state_bits=16)
     optimizer.init(start)
     optimizer.apply_gradients(start, start)
     first = optimizer.state["w"]["v"].astype(mx.float32)
@@ -59,7 +54,7 @@ def test_bfloat16_moments_decay_where_rounding_to_the_nearest_would_freeze_them(
     )
 
 
-def test_bfloat16_moments_of_a_third_party_optimizer_are_refused():
+def test_state_bits_16_of_a_third_party_optimizer_is_refused():
     inner = optim.MultiOptimizer([type("Own", (optim.Adam,), {})(0.1)], [])
     with pytest.raises(ValueError, match="Own manages its own state"):
-        LossScaleOptimizer(inner, moments="bfloat16")
+        LossScaleOptimizer(inner, state_bits=16)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 from support.helpers import bits, dtypes
 from support.optimizer_helpers import load_around_init
 
-from mlx_gradscale import GradScaler, GuardedOptimizer
+from mlx_gradscale import GradScaler, MasterWeightOptimizer
 
 
 class Fifo(nn.Module):
@@ -51,12 +51,12 @@ class States(nn.Module):
         self.states = [nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_parameters_named_states_are_stepped_saved_and_freed(moments):
+@pytest.mark.parametrize("state_bits", [32, 16])
+def test_parameters_named_states_are_stepped_saved_and_freed(state_bits):
     model = States()
     gradients = tree_map(mx.ones_like, model.trainable_parameters())
     first, second = (
-        GuardedOptimizer(optim.Adam(1e-3), moments=moments) for _ in range(2)
+        MasterWeightOptimizer(optim.Adam(1e-3), state_bits=state_bits) for _ in range(2)
     )
     first.update(model, gradients)
     second.state = dict(tree_flatten(first.state))
@@ -96,7 +96,7 @@ def test_gradient_function_called_in_its_own_loss_restores_the_classes():
 
 
 def test_master_weights_of_frozen_parameters_are_ignored():
-    model, optimizer = nn.Linear(2, 1), GuardedOptimizer(optim.SGD(0.1))
+    model, optimizer = nn.Linear(2, 1), MasterWeightOptimizer(optim.SGD(0.1))
     model.set_dtype(mx.float16)
     model.freeze(keys=["bias"])
     optimizer.init(model.trainable_parameters())
@@ -117,7 +117,7 @@ def test_growth_tracker_does_not_wrap():
 def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
     plain, weights = optim.Adam(0.1), {"w": mx.ones(2, mx.float16)}
     plain.apply_gradients(weights, weights)
-    optimizer = GuardedOptimizer(optim.Adam(0.1))
+    optimizer = MasterWeightOptimizer(optim.Adam(0.1))
     with pytest.warns(UserWarning, match="are float16 and are cast to float32"):
         load_around_init(optimizer, plain.state, weights, when)
     assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32

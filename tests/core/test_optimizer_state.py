@@ -9,18 +9,17 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, OPTIMIZERS, Mlp, batch, bits, gradients_like, pickled
 from support.optimizer_helpers import Training, load_around_init, loop_of, wrapped
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from mlx_gradscale.core.trees import slots
 
 # How the state is stored.
 each_form = pytest.mark.parametrize(
     "form",
     [
-        {"masters": "float32"},
-        {"masters": "remainder"},
-        {"masters": "remainder", "moments": "bfloat16"},
+        {"state_bits": 32},
+        {"state_bits": 16},
     ],
-    ids=["float32", "remainder", "small"],
+    ids=["32", "16"],
 )
 
 
@@ -83,7 +82,9 @@ def test_state_of_every_kind_of_optimizer_can_be_restored_in_an_eager_loop(
             weights = optimizer.apply_gradients(gradients, weights)
         return weights
 
-    first, second = (GuardedOptimizer(OPTIMIZERS[name](), **form) for _ in range(2))
+    first, second = (
+        MasterWeightOptimizer(OPTIMIZERS[name](), **form) for _ in range(2)
+    )
     middle = resume(first, weights, range(3))
     save(first, tmp_path / "state.safetensors")
     second.init(middle)
@@ -117,9 +118,9 @@ def test_update_and_step_refuse_a_dict_for_the_model_and_another_scalers_wrapper
         GradScaler().step(wrapped(), Mlp(), {})
 
 
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(masters):
-    optimizer = wrapped(optim.SGD(1.0), masters=masters)
+@pytest.mark.parametrize("state_bits", [32, 16])
+def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(state_bits):
+    optimizer = wrapped(optim.SGD(1.0), state_bits=state_bits)
     optimizer.init({"w": mx.ones(2)})
     half = {"w": mx.ones(2, mx.float16)}
     with pytest.raises(ValueError, match=r"'w' has no master weight.* not in half"):
@@ -230,12 +231,15 @@ def test_emptied_state_can_be_restored_and_resumes(empty, form, compiled):
 
 
 @pytest.mark.parametrize("when", ["before init", "after init"])
-@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
-def test_state_with_moments_of_the_other_dtype_is_cast_with_one_warning(saved, when):
-    other = {"float32": "bfloat16", "bfloat16": "float32"}[saved]
-    training = Training(compiled=False, moments=saved)
+@pytest.mark.parametrize("saved", [32, 16])
+def test_moments_of_the_other_dtype_are_cast_with_one_warning(saved, when):
+    arguments = {"dtype": mx.float32, "compiled": False}
+    training = Training(**arguments, state_bits=saved)
     training.run(range(3))
-    again = Training(compiled=False, init=when == "after init", moments=other)
+    is_first = when == "after init"
+    again = Training(**arguments, init=is_first, state_bits=48 - saved)
+    dtypes = {32: "float32", 16: "bfloat16"}
+    saved, other = dtypes[saved], dtypes[48 - saved]
     again.model.update(training.model.parameters())
 
     def load():
@@ -267,7 +271,7 @@ def test_plain_state_of_another_model_is_refused(when, shape):
     weights, plain = {"w": mx.ones(2), "x": mx.ones(2)}, optim.Adam(0.1)
     other = {"w": mx.ones(2)} | ({} if shape is None else {"x": mx.ones(shape)})
     plain.apply_gradients(other, other)
-    optimizer = GuardedOptimizer(optim.Adam(0.1))
+    optimizer = MasterWeightOptimizer(optim.Adam(0.1))
     with pytest.raises(ValueError, match=r"'optimizer\.x\.m'.*same model"):
         load_around_init(optimizer, plain.state, weights, when)
 
@@ -399,7 +403,7 @@ def test_state_of_an_earlier_version_without_a_setting_takes_its_default():
 
 
 def test_plain_state_must_belong_to_the_same_optimizer():
-    optimizer, weights = GuardedOptimizer(optim.Adam(0.1)), {"w": mx.ones(2)}
+    optimizer, weights = MasterWeightOptimizer(optim.Adam(0.1)), {"w": mx.ones(2)}
     plain = optim.Adam(0.2)
     plain.apply_gradients(weights, weights)
     optimizer.apply_gradients(weights, weights)

@@ -9,7 +9,7 @@ import pytest
 from support.helpers import INF, NAN, bits, pickled
 from support.scaler_helpers import apply
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 
 def trained(**settings):
@@ -92,7 +92,7 @@ def test_load_state_dict_ignores_extra_keys_and_accepts_mlx_and_numpy_scalars():
 
 @pytest.mark.parametrize("load", ["state dict", "wrapper state"])
 def test_guarded_optimizer_follows_the_dynamic_state_that_it_loads(load):
-    optimizer, weights = GuardedOptimizer(optim.SGD(0.1)), {"w": mx.ones(1)}
+    optimizer, weights = MasterWeightOptimizer(optim.SGD(0.1)), {"w": mx.ones(1)}
     optimizer.init(weights)
     other = LossScaleOptimizer(optim.SGD(0.1), GradScaler(512.0, growth_interval=1))
     if load == "state dict":

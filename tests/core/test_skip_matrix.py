@@ -19,7 +19,7 @@ from support.helpers import (
 )
 from support.optimizer_helpers import HALVES, assert_near
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from mlx_gradscale.core.masters import to_float32
 from mlx_gradscale.core.trees import slots
 
@@ -27,11 +27,13 @@ from mlx_gradscale.core.trees import slots
 SCRIPT = [-INF, None, None, NAN, INF, -INF, None]
 
 
+def without_empty(state):
+    """Return a state without an empty parameter's, where Adafactor's becomes NaN."""
+    return {p: x for p, x in tree_flatten(state) if "empty" not in p}
+
+
 def same_but_empty(ours, bare):
-    """Compare states, except of an empty parameter, where Adafactor's becomes NaN."""
-    found = [
-        {p: x for p, x in tree_flatten(s) if "empty" not in p} for s in (ours, bare)
-    ]
+    found = [without_empty(state) for state in (ours, bare)]
     assert len(found[0]) == len(found[1]) > 1
     return same(*found)
 
@@ -185,16 +187,27 @@ def round_moments(state):
         *[pytest.param(name, mx.float16, True, marks=compiles) for name in SOME],
     ],
 )
-def test_skipped_step_changes_no_bit_of_bfloat16_moments_and_others_are_dithered(
+def test_skipped_step_in_16_bits_changes_no_bit_and_others_match_dithered_steps(
     name, dtype, compiled
 ):
     make = OPTIMIZERS[name]
-    run = Run(make, dtype, compiled, wrap=True, moments="bfloat16")
+    run = Run(make, dtype, compiled, wrap=True, state_bits=16)
     bare, expected = run_script(run, make, dtype, round_moments)
-    assert same(run.optimizer.masters(run.box[0]), expected)
+    masters = run.optimizer.masters(run.box[0])
     state = tree_map(to_float32, run.inner.state)
-    assert same_but_empty(state, bare.state)
     assert name == "Adafactor" or not same_but_empty(run.inner.state, bare.state)
+    if dtype == mx.float32:
+        assert same(masters, expected)
+        assert same_but_empty(state, bare.state)
+        return
+    assert same(run.box[0], tree_map(lambda x: x.astype(dtype), masters))
+    near = {"rtol": 1e-6, "atol": 1e-9}
+    if dtype == mx.bfloat16 or "AdaDelta" in name:
+        near = {"rtol": 1e-4, "atol": 1e-6}
+    assert_near(masters, expected, **near)
+    # A moment that depends on the weights may round to the other neighbor.
+    near = {"rtol": 2.0**-7, "atol": 1e-6}
+    assert_near(without_empty(state), without_empty(bare.state), **near)
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
@@ -211,26 +224,10 @@ def test_half_parameters_without_master_weights_step_in_float32_and_keep_their_d
     assert not {mx.float16, mx.bfloat16} & state
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@each_half
-def test_skipped_step_with_remainders_changes_no_bit_and_others_match_bare_steps(
-    name, dtype
-):
-    make = OPTIMIZERS[name]
-    run = Run(make, dtype, compiled=False, wrap=True, masters="remainder")
-    _, expected = run_script(run, make, dtype)
-    masters = run.optimizer.masters(run.box[0])
-    assert same(run.box[0], tree_map(lambda x: x.astype(dtype), masters))
-    near = {"rtol": 1e-6, "atol": 1e-9}
-    if dtype == mx.bfloat16 or "AdaDelta" in name:
-        near = {"rtol": 1e-4, "atol": 1e-6}
-    assert_near(masters, expected, **near)
-
-
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
 @pytest.mark.parametrize("norm", [None, 5.0], ids=["", "clipped"])
 def test_non_finite_value_in_any_leaf_skips_the_step(value, norm):
-    optimizer = GuardedOptimizer(optim.SGD(0.1, momentum=0.9), max_grad_norm=norm)
+    optimizer = MasterWeightOptimizer(optim.SGD(0.1, momentum=0.9), max_grad_norm=norm)
     weights = parameters()
     optimizer.init(weights)
     before = bits([weights, optimizer.state["optimizer"]])

@@ -11,7 +11,7 @@ from support.optimizer_helpers import check_beside_bare
 from support.packed_moments import PackedAdamW
 from support.scaler_helpers import guarded_apply
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 
 class Own(optim.Optimizer):
@@ -177,7 +177,7 @@ def test_optimizer_with_stable_state_keys_is_correct_inside_compile(make):
 @pytest.mark.compiles
 @pytest.mark.parametrize("make", REFUSED)
 def test_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(make):
-    optimizer, weights = GuardedOptimizer(make()), {"a": {"bias": mx.ones(4)}}
+    optimizer, weights = MasterWeightOptimizer(make()), {"a": {"bias": mx.ones(4)}}
     optimizer.init(weights)
     step = mx.compile(
         optimizer.apply_gradients, inputs=optimizer.state, outputs=optimizer.state
@@ -274,7 +274,7 @@ def test_optimizer_that_raises_leaves_parameters_and_state_unchanged():
                 raise FloatingPointError
             return parameter - gradient
 
-    optimizer, weights = GuardedOptimizer(Failing()), {"w": mx.ones(2)}
+    optimizer, weights = MasterWeightOptimizer(Failing()), {"w": mx.ones(2)}
     weights = optimizer.apply_gradients(weights, weights)
     optimizer.optimizer.fails = True
     before = bits([weights, optimizer.state])
@@ -288,7 +288,7 @@ def test_master_weights_are_float32_even_if_the_optimizer_returns_float16():
         def apply_single(self, gradient, parameter, state):
             return (parameter - gradient).astype(mx.float16)
 
-    optimizer, weights = GuardedOptimizer(Narrow()), {"w": mx.ones(2, mx.float16)}
+    optimizer, weights = MasterWeightOptimizer(Narrow()), {"w": mx.ones(2, mx.float16)}
     optimizer.apply_gradients(weights, weights)
     assert optimizer.state["masters"]["w"].dtype == mx.float32
 
@@ -308,7 +308,7 @@ def test_parameter_added_later_gets_its_own_first_step():
 
 
 def set_state(optimizer):
-    other = GuardedOptimizer(type(optimizer.optimizer)())
+    other = MasterWeightOptimizer(type(optimizer.optimizer)())
     other.init({"w": mx.ones(2)})
     other.apply_gradients({"w": mx.array([5.0, 6.0])}, {"w": mx.ones(2)})
     other.state = tree_unflatten(tree_flatten(optimizer.state))
@@ -318,7 +318,7 @@ def set_state(optimizer):
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, set_state])
 @pytest.mark.parametrize("make", [NumberInState, KeyFromGradients])
 def test_copy_of_a_wrapped_third_party_optimizer_steps_like_the_original(make, copied):
-    optimizer, weights = GuardedOptimizer(make()), {"w": mx.ones(2)}
+    optimizer, weights = MasterWeightOptimizer(make()), {"w": mx.ones(2)}
     for _ in range(2):
         weights = optimizer.apply_gradients({"w": mx.array([0.5, -1.0])}, weights)
     results = []
@@ -336,7 +336,7 @@ def test_state_of_a_third_party_optimizer_may_contain_inf():
             super().__init__(0.1)
             self.state["best"] = mx.array(mx.inf)
 
-    optimizer, other = (GuardedOptimizer(Best()) for _ in range(2))
+    optimizer, other = (MasterWeightOptimizer(Best()) for _ in range(2))
     optimizer.init({"w": mx.ones(2)})
     other.state = dict(tree_flatten(optimizer.state))
     assert other.state["best"].item() == mx.inf
@@ -349,7 +349,7 @@ def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, whe
     weights = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
     gradients = {"layers": [{}, mx.array([0.5, -1.0]), {}]}
     trained = {"layers": [{}, mx.ones(2), {}]}
-    optimizer, other = (GuardedOptimizer(KeyFromGradients()) for _ in range(2))
+    optimizer, other = (MasterWeightOptimizer(KeyFromGradients()) for _ in range(2))
     optimizer.init(trained)
     for _ in range(2):
         optimizer.apply_gradients(gradients, weights)

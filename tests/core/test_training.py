@@ -6,7 +6,7 @@ import mlx.optimizers as optim
 import pytest
 from support.helpers import Mlp, batch, mse
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from tools.soak import soak
 
 STEPS = 150
@@ -37,11 +37,11 @@ def expected():
     return train(mx.float32, optim.AdamW(3e-3, eps=1e-12), 1e-6)
 
 
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_float16_with_the_wrapper_ends_near_float32(expected, masters):
+@pytest.mark.parametrize("state_bits", [32, 16])
+def test_float16_with_the_wrapper_ends_near_float32(expected, state_bits):
     # It starts too high, so that it has to find its scale.
     optimizer = LossScaleOptimizer(
-        optim.AdamW(3e-3, eps=1e-12), GradScaler(2.0**40), masters=masters
+        optim.AdamW(3e-3, eps=1e-12), GradScaler(2.0**40), state_bits=state_bits
     )
     found = train(mx.float16, optimizer, 1e-6)
     assert expected < 0.3
@@ -56,7 +56,7 @@ def test_float32_parameters_computed_in_float16_end_near_float32(expected):
 
 
 def test_master_weights_without_loss_scaling_lose_small_gradients(expected):
-    found = train(mx.float16, GuardedOptimizer(optim.AdamW(3e-3, eps=1e-12)), 1e-6)
+    found = train(mx.float16, MasterWeightOptimizer(optim.AdamW(3e-3, eps=1e-12)), 1e-6)
     assert found > 2 * expected
 
 

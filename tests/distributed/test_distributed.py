@@ -167,7 +167,7 @@ DIFFERENCES = {
     "shape": "'out.weight': rank 0 has float16 (1, 8) with checksum",
     "scale": "'scale': rank 0 has 256.0, rank 1 has 512.0.",
     "interval": "'growth_interval': rank 0 has 8, rank 1 has 7.",
-    "masters": "'masters': rank 0 has 'float32', rank 1 has 'remainder'.",
+    "bits": "'state_bits': rank 0 has 32, rank 1 has 16.",
     "clipping": "'max_grad_norm': rank 0 has None, rank 1 has 1.0.",
     "norm": "'max_grad_norm': rank 0 has 2.0, rank 1 has 1.0.",
     "average": "'average': rank 0 has True, rank 1 has False.",

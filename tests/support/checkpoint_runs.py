@@ -100,10 +100,8 @@ KINDS = {
     "GradScaler, float16": lambda: Run(optim.AdamW(1e-2), scaler(), mx.float16),
     "LossScaleOptimizer": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=1.0),
     "LossScaleOptimizer of several": lambda: half(multi()),
-    "remainders": lambda: half(optim.AdamW(1e-2), masters="remainder"),
+    "16 bits": lambda: half(optim.AdamW(1e-2), state_bits=16),
     "compiled AdamW": lambda: Run(optim.AdamW(1e-2), model=Net(norm=False)),
     "compiled LossScaleOptimizer": lambda: half(optim.AdamW(1e-2), norm=False),
-    "compiled remainders": lambda: half(
-        optim.AdamW(1e-2), norm=False, masters="remainder"
-    ),
+    "compiled 16 bits": lambda: half(optim.AdamW(1e-2), norm=False, state_bits=16),
 }

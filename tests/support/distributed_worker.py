@@ -339,7 +339,7 @@ def differ(group):
     rate = optim.cosine_decay(1e-2 if odd else 1e-3, 10)
     init("schedule", inner=optim.AdamW(rate))
     init("average", average=not odd)
-    init("masters", masters="remainder" if odd else "float32")
+    init("bits", state_bits=16 if odd else 32)
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
     init("decay", inner=optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01))
     init("half", inner=optim.AdamW(mx.array(0.25, mx.bfloat16)))

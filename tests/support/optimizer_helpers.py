@@ -7,7 +7,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from support.helpers import INF, Mlp, Traced, batch, bits, gradients_like, mse
 from support.scaler_helpers import used
 
@@ -39,7 +39,7 @@ def loop_of(kind, model, inner, scaler=None, loss_fn=None, dtype=None, **argumen
         update = partial(scaler.minimize, inner)
         return inner, scaler.value_and_grad(model, loss_fn, dtype), update
     if kind == "guarded":
-        optimizer = GuardedOptimizer(inner, **arguments)
+        optimizer = MasterWeightOptimizer(inner, **arguments)
     else:
         optimizer = LossScaleOptimizer(inner, scaler, **arguments)
     return optimizer, optimizer.value_and_grad(model, loss_fn, dtype), optimizer.update
@@ -117,7 +117,7 @@ def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
             found["a"]["bias"] = found["a"]["bias"] * float("nan")
         return found
 
-    optimizer, weights = GuardedOptimizer(make()), start()
+    optimizer, weights = MasterWeightOptimizer(make()), start()
     optimizer.init(weights)
     step = optimizer.apply_gradients
     if compiled:

@@ -11,8 +11,8 @@ from typing_extensions import assert_type
 import mlx_gradscale
 from mlx_gradscale import (
     GradScaler,
-    GuardedOptimizer,
     LossScaleOptimizer,
+    MasterWeightOptimizer,
     NonFinite,
     all_finite,
     compile_step,
@@ -48,7 +48,7 @@ def drop_in(model: nn.Module, folder: Path) -> None:
     assert_type(optimizer.scaler, GradScaler)
     save_checkpoint(folder, model, optimizer)
     restore_checkpoint(folder, model, optimizer)
-    guarded = GuardedOptimizer(optim.SGD(0.1))
+    guarded = MasterWeightOptimizer(optim.SGD(0.1))
     guarded.update(model, model.parameters())
     assert_type(mlx_gradscale.__version__, str)
 

@@ -93,7 +93,7 @@ def test_full_float16_fine_tuning_learns_where_mlx_lm_gives_nan(
     assert re.search(r"Iter 12: .*scale 2\^\d+, skipped 0", out)
     box = re.sub(r"\x1b\[[\d;]*m", "", out)
     assert re.search(r"trained weights +float16 ", box)
-    assert re.search(r"master weights +float32 ", box)
+    assert re.search(r"master weights +32 bits ", box)
     assert re.search(r"loss scale +dynamic, from 2\^\d+ ", box)
     assert history.with_suffix(".png").stat().st_size > 1000
     # mlx-lm's own files, and beside them the checkpoint.
@@ -110,7 +110,7 @@ def test_bfloat16_run_has_master_weights_and_no_loss_scale(place, tmp_path, caps
     capsys.readouterr()
     assert main(given) == 0
     box = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert re.search(r"master weights +float32 ", box)
+    assert re.search(r"master weights +32 bits ", box)
     assert "scale" not in box.replace("mlx_gradscale", "")
     assert re.search(r"Iter 12: skipped 0", box)
 
@@ -277,7 +277,7 @@ def test_unknown_lora_flag_is_a_usage_error(capsys):
         (["--float32-layers", "none.json"], "none.json"),
         (["--resume"], "There is no checkpoint in"),
         (["-c", "dtype: float8"], "dtype must be one of float16, bfloat16, float32"),
-        (["-c", "masters: none"], 'masters must be "float32" or "remainder"'),
+        (["-c", "state_bits: none"], "state_bits must be 32 or 16, got"),
         (["-c", "loss_scale: [1, 2]"], "off or a positive number, got [1, 2]"),
         (["-c", "history: [run.csv]"], "history must be a file name, got ['run.csv']"),
         (["-c", "float32_layers: [norm]"], "float32_layers must be a file name, got"),
@@ -303,8 +303,8 @@ def test_error_raised_by_mlx_lm_keeps_its_traceback(place, tmp_path):
         (["--loss-scale", "off"], 1.0, mx.float16),
         (["--loss-scale", "128"], 128.0, mx.float16),
         (["-c", "loss_scale: off\ndtype: bfloat16"], 1.0, mx.bfloat16),
-        (["-c", "loss_scale: 1024\nmasters: remainder"], 1024.0, mx.float16),
-        (["--moments", "bfloat16", "--loss-scale", "8"], 8.0, mx.float16),
+        (["-c", "loss_scale: 1024\nstate_bits: 16"], 1024.0, mx.float16),
+        (["--state-bits", "16", "--loss-scale", "8"], 8.0, mx.float16),
     ],
 )
 def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):
