@@ -18,8 +18,8 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 # Attributes of MLX's optimizers that MLX does not document.
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
-    *("trees", "masters", "notices", "scale", "fusion", "finite", "intercept"),
-    *("forward", "passes"),
+    *("trees", "masters", "eight_bit", "notices", "scale", "fusion", "finite"),
+    *("intercept", "forward", "passes"),
     *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )
