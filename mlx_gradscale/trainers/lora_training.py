@@ -144,7 +144,7 @@ class Training:
         return (
             "Train with --dtype bfloat16, or find the layers that must compute in "
             "float32 and pass --float32-layers float32_layers.json. To find them: "
-            f"mlx_gradscale float16 {shlex.join(map(str, [*command, kind]))}"
+            f"mlx_gradscale float32-layers {shlex.join(map(str, [*command, kind]))}"
         )
 
     def _iterate(self) -> Iterator[Any]:

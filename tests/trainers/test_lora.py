@@ -379,7 +379,7 @@ def test_lora_run_that_cannot_train_says_what_to_run(
     first, *_, last = capsys.readouterr().err.splitlines()
     kind = "full" if flags else "lora"
     files = f"--model {place / 'model'} --data {place / 'data'}"
-    command = f"mlx_gradscale float16 {files} --fine-tune-type {kind}"
+    command = f"mlx_gradscale float32-layers {files} --fine-tune-type {kind}"
     assert first.startswith("warning: The loss or the gradients of the first batch are")
     assert first.endswith(command)
     assert last.startswith("warning: The model was not trained: Adam")
