@@ -1,1 +1,1 @@
-"""Add loss scaling to trainers with their own training loop, such as mlx-lm's."""
+"""The mlx-lm command, ``mlx_gradscale lora``."""

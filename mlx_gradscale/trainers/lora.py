@@ -1,4 +1,4 @@
-"""The ``mlx_gradscale lora`` command: ``mlx_lm.lora`` with loss scaling."""
+"""The ``mlx_gradscale lora`` command: ``mlx_lm.lora`` as good as in float32."""
 
 import argparse
 import sys
@@ -11,20 +11,26 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.optimizers import SGD, Optimizer
 
 from ..commands import run_command
-from ..core.optimizer import LossScaleOptimizer
-from ..core.scaler import GradScaler
 from ..files.text import printable
 
 _TESTED = "0.32.2"
 _INSTALL = (
     f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
-_DTYPES = ("float16", "bfloat16", "float32")
-# The arguments of LossScaleOptimizer.
-OPTIMIZER_FLAGS: dict[str, dict[str, Any]] = {
+# No defaults, because mlx-lm reads a value from YAML only if its flag is None.
+FLAGS: dict[str, dict[str, Any]] = {
+    "dtype": {
+        "choices": ("float16", "bfloat16", "float32"),
+        "help": "Train in this dtype. Default: the dtypes of the stored model.",
+    },
+    "loss-scale": {
+        "metavar": "dynamic|NUMBER|off",
+        "help": "Dynamic or fixed loss scale. With off, non-finite steps are still "
+        "skipped. Default: in float16, dynamic, starting from a scale found on the "
+        "first batch; otherwise off.",
+    },
     "max-grad-norm": {
         "metavar": "NORM",
         "type": float,
@@ -37,24 +43,10 @@ OPTIMIZER_FLAGS: dict[str, dict[str, Any]] = {
         "half-precision weights, 16 takes 8 bytes per parameter instead of 14. "
         "Default: 32.",
     },
-}
-# No defaults, because mlx-lm reads a value from YAML only if its flag is None.
-_FLAGS: dict[str, dict[str, Any]] = {
-    "dtype": {
-        "choices": _DTYPES,
-        "help": "Train in this dtype. Default: the dtypes of the stored model.",
-    },
-    "loss-scale": {
-        "metavar": "dynamic|NUMBER|off",
-        "help": "Dynamic or fixed loss scale. With off, non-finite steps are still "
-        "skipped. Default: in float16, dynamic, starting from a scale found on the "
-        "first batch; otherwise off.",
-    },
-    **OPTIMIZER_FLAGS,
     "float32-layers": {
         "metavar": "FILE",
         "help": "JSON file that lists the layers to compute in float32, written by "
-        "mlx_gradscale float32-layers.",
+        "mlx_gradscale float16.",
     },
     "history": {
         "metavar": "FILE",
@@ -117,8 +109,12 @@ def _import_host() -> Any:
 
 def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = build()
-    group = parser.add_argument_group("master weights and loss scaling (mlx_gradscale)")
-    for name, options in _FLAGS.items():
+    parser.description = (
+        "Fine-tune with mlx-lm (LoRA, DoRA or all weights), with master weights and, "
+        "in float16, loss scaling."
+    )
+    group = parser.add_argument_group("mlx_gradscale")
+    for name, options in FLAGS.items():
         group.add_argument(f"--{name}", **options)
     parser.epilog = (
         "example: mlx_gradscale lora --model my-model --data my-data --train --dtype "
@@ -127,68 +123,21 @@ def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
     return parser
 
 
-def wrap_optimizer(
-    optimizer: Optimizer, args: Any, has_float16: bool = True
-) -> LossScaleOptimizer:
-    """Wrap mlx-lm's optimizer in a ``LossScaleOptimizer`` with the given options."""
-    scale, world = read_loss_scale(args.loss_scale), mx.distributed.init()
-    if args.loss_scale is None and not has_float16:
-        scale = 1.0
-    is_group = world.size() > 1
-    return LossScaleOptimizer(
-        optimizer,
-        GradScaler() if scale == "dynamic" else GradScaler(scale, dynamic=False),
-        group=world if is_group else None,
-        average=is_group,
-        **optimizer_arguments(args),
-    )
-
-
-def optimizer_arguments(options: Any) -> dict[str, Any]:
-    """Return the arguments of ``LossScaleOptimizer`` that were given as flags."""
-    names = (flag.replace("-", "_") for flag in OPTIMIZER_FLAGS)
-    given = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def read_loss_scale(given: Any) -> Any:
-    """Parse ``--loss-scale`` into ``"dynamic"`` or a number, which is 1.0 for off."""
-    # YAML reads off as False and on as True.
-    name = str(given).lower()
-    if name in ("none", "dynamic", "true"):
-        return "dynamic"
-    try:
-        return 1.0 if name in ("off", "false") else float(given)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"loss_scale must be dynamic, off or a positive number, got {given}."
-        ) from None
-
-
-def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
+def _run(host: Any, run: Callable[..., Any], options: Any, *rest: Any) -> None:
     from .lora_training import Training
 
-    # The parser does not check values from a YAML file.
-    if args.dtype not in (None, *_DTYPES):
-        choices = ", ".join(_DTYPES)
-        raise ValueError(f"dtype must be one of {choices}, got {args.dtype}.")
-    for name in ("float32_layers", "history"):
-        given = getattr(args, name)
-        if given and not isinstance(given, str):
-            raise ValueError(f"{name} must be a file name, got {given}.")
-    wrap_optimizer(SGD(0.0), args)  # raises if another value is invalid
-    training, evaluate = Training(args), host.evaluate
+    training, evaluate = Training(options), host.evaluate
 
     def evaluate_prepared(*args: Any, model: nn.Module, **kwargs: Any) -> Any:
         training.prepare(model)
         return evaluate(*args, model=model, **kwargs)
 
     with patch.multiple(host, evaluate=evaluate_prepared, train=training.train):
-        run(args, *rest)
-    if args.train and not training.was_called:
+        run(options, *rest)
+    if options.train and not training.was_called:
         raise ImportError(f"This version of mlx-lm is incompatible. {_INSTALL}")
-    if args.train and args.history and mx.distributed.init().rank() == 0:
-        _plot(Path(args.history))
+    if options.train and options.history and mx.distributed.init().rank() == 0:
+        _plot(Path(options.history))
 
 
 def _plot(history: Path) -> None:
