@@ -37,11 +37,17 @@ __all__ = [
 ]
 
 # Imported on first use, so that ``import mlx_gradscale`` stays fast.
-_MODULES = {"convert", "diagnostics", "distributed", "ema", "plot"}
-_MODULES |= {"torch_checkpoint"}
+_MODULES = {
+    *("convert", "diagnostics", "distributed"),
+    *("ema", "plot", "torch_checkpoint"),
+}
 
 
 def __getattr__(name: str) -> ModuleType:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES})

@@ -11,13 +11,13 @@ from .commands import run_command
 # command: (module whose main() runs it, description)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
-    "float16": ("float32.command", "find layers that must compute in float32"),
+    "float32-layers": ("float32.command", "find layers that must compute in float32"),
     "inspect": ("inspect", "list the contents of a checkpoint"),
     "lora": ("trainers.lora", "fine-tune with mlx-lm as well as in float32"),
     "plot": ("plot", "plot the history of a run"),
 }
 _HELP = ["usage: mlx_gradscale COMMAND [--help] ..."]
-_HELP += [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]
+_HELP += [f"  {name:16}{text}" for name, (_, text) in COMMANDS.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

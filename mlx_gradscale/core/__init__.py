@@ -1,11 +1,11 @@
 """The training core: loss scaling, skipped steps and master weights.
 
-Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
-``finite``, ``intercept``, ``forward``, ``passes``, ``gradients``, ``optimizers``,
-``moments``, ``ranks``, ``guard`` (a step), ``scaler``, ``state``, ``optimizer``. Only
-``GradScaler.save`` and ``load`` import other parts of the package. One step, for every
-kind of optimizer, is ``GradScaler._plan`` and a commit: match gradients to parameters,
-inspect them, plan the results, advance the scale, commit.
+Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``eight_bit``, ``notices``,
+``fusion``, ``finite``, ``intercept``, ``forward``, ``passes``, ``gradients``,
+``optimizers``, ``moments``, ``ranks``, ``guard`` (a step), ``scaler``, ``state``,
+``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of the package.
+One step, for every kind of optimizer, is ``GradScaler._plan`` and a commit: match
+gradients to parameters, inspect them, plan the results, advance the scale, commit.
 
 The words of this package:
 

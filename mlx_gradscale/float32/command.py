@@ -1,4 +1,4 @@
-"""The ``mlx_gradscale float16`` command: find float32 layers for an mlx-lm model."""
+"""The ``mlx_gradscale float32-layers`` command, for mlx-lm models."""
 
 import argparse
 import shlex
@@ -15,7 +15,7 @@ from .search import find_float32_layers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``mlx_gradscale float16`` and return the exit code."""
+    """Run ``mlx_gradscale float32-layers`` and return the exit code."""
     expected = (OSError, ValueError, TypeError, ImportError)
     return run_command(lambda: _search(arguments), expected)
 
@@ -54,11 +54,11 @@ def _search(arguments: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_gradscale float16",
+        prog="mlx_gradscale float32-layers",
         description="Find the layers of an mlx-lm model that must compute in float32. "
         "Run a few batches forward and backward in float32 and float16, print and plot "
         "how close the values of each layer come to 65504, and save the layers found.",
-        epilog="example: mlx_gradscale float16 --model my-model --data my-data",
+        epilog="example: mlx_gradscale float32-layers --model my-model --data my-data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

@@ -46,7 +46,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "float32-layers": {
         "metavar": "FILE",
         "help": "JSON file that lists the layers to compute in float32, written by "
-        "mlx_gradscale float16.",
+        "mlx_gradscale float32-layers.",
     },
     "history": {
         "metavar": "FILE",

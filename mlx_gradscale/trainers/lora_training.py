@@ -40,7 +40,7 @@ FOLDER = "checkpoint"
 _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 _HELP = (
     "To find the cause, call mlx_gradscale.diagnostics.explain_overflow(). In float16, "
-    "mlx_gradscale float16 finds the layers to compute in float32."
+    "mlx_gradscale float32-layers finds the layers to compute in float32."
 )
 
 

@@ -18,8 +18,8 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 # Attributes of MLX's optimizers that MLX does not document.
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
-    *("trees", "masters", "notices", "scale", "fusion", "finite", "intercept"),
-    *("forward", "passes"),
+    *("trees", "masters", "eight_bit", "notices", "scale", "fusion", "finite"),
+    *("intercept", "forward", "passes"),
     *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )
@@ -80,7 +80,8 @@ def test_importing_the_core_alone_imports_every_file_of_it_and_no_other():
     )
     assert ended.returncode == 0, ended.stderr
     core = "mlx_gradscale.core"
-    assert {*ended.stdout.split()} == {core, *(f"{core}.{x.stem}" for x in FILES)}
+    files = {f"{core}.{x.stem}" for x in FILES} - {f"{core}.eight_bit"}  # not used yet
+    assert {*ended.stdout.split()} == {core} | files
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx_gradscale
+
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"\bmlx_gradscale(?:\.[A-Za-z_]\w*)+")
 # The names of commands, not of Python objects.
@@ -53,3 +55,11 @@ def test_every_documented_name_exists_after_one_import_of_nothing_optional():
         timeout=600,
     )
     assert (ended.stdout, ended.stderr) == ("", "")
+
+
+def test_dir_of_the_package_lists_only_public_names():
+    modules = MODULES - {"float32"}
+    assert dir(mlx_gradscale) == sorted({*mlx_gradscale.__all__, *modules})
+    assert {"importlib", "mlx", "core", "files"}.isdisjoint(dir(mlx_gradscale))
+    for name in dir(mlx_gradscale):
+        assert getattr(mlx_gradscale, name)

@@ -1,4 +1,4 @@
-"""mlx_gradscale float16: from a model and data to float32 layers and pictures."""
+"""``mlx_gradscale float32-layers``: from a model and data to layers and pictures."""
 
 import json
 
