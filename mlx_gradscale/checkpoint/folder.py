@@ -7,32 +7,43 @@
         training.json           all other values
         checksums.json          CRC-32 of the three files above
 
+If the parameters are sharded, each rank has a subfolder ``rank-0``, ``rank-1``, ...
+with these four files, and ``checksums.json`` beside them has a CRC-32 of each rank's.
+
 A folder cannot replace another atomically, so a save never replaces anything: it fills
 a hidden folder, renames it to the next free number, and then removes old checkpoints.
-The newest checkpoint is complete even if a process is killed, a damaged checkpoint does
-not prevent the next save, and simultaneous writers get different numbers. A single file
-could be replaced atomically, but mlx-lm could not load its weights.
+The newest checkpoint is complete even if a process is killed, and a damaged checkpoint
+does not prevent the next save. A single file could be replaced atomically, but mlx-lm
+could not load its weights.
+
+A save removes a folder only if it contains exactly the files that ``checksums.json``
+in it lists. A folder of the user's own, or a checkpoint with files that the user has
+added, is never removed; the next save takes a higher number.
 """
 
-import errno
 import json
 import mmap
 import os
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..core.ranks import Group
+from ..distributed import from_rank_0, raise_together
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import copy_modes, discard, sync, temporary_folder
+from ..files.atomic import discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
 _CHECKSUMS = "checksums.json"
+_RANK = "rank-{}"  # the folder of a rank in a sharded checkpoint
 _PREFIX = "optimizer."  # added to the names of the optimizer's arrays
 _SAVE = re.compile("save-[0-9]{6,}")
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
@@ -84,24 +95,46 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path (str): The folder of a run, to read its newest checkpoint, or the folder of
-            a single checkpoint.
+            a single checkpoint, or of one rank in a sharded checkpoint.
 
     Returns:
         Checkpoint: The contents.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If the checkpoint is damaged or cannot be read.
+        ValueError: If the checkpoint is damaged, cannot be read or is sharded.
     """
-    run = Path(path)
+    return Checkpoint(*_read(Path(path), None))
+
+
+def read_on_ranks(path: str | os.PathLike[str], group: Group) -> Checkpoint:
+    """Read a checkpoint on all ranks; only a sharded one on disks that all share."""
+    found = from_rank_0(lambda: _read(Path(path), group.size()), group)
+    if not isinstance(found, str):
+        return Checkpoint(*found)
+    with raise_together(group):
+        return read_checkpoint(Path(path) / found / _RANK.format(group.rank()))
+
+
+def _read(run: Path, n_ranks: int | None) -> Checkpoint | str:
+    """Read the newest checkpoint, or return its name if this many ranks share it."""
     saves = _list_saves(run)
     is_save = not saves and (run / _CHECKSUMS).exists()
     save = run if is_save else latest_checkpoint(run)
     try:
-        return _read_save(save)
+        n_shards = _verify(save)
+        if not n_shards:
+            return _read_files(save)
+        if n_shards != n_ranks:
+            raise ValueError(
+                f"it has the shards of {n_shards} ranks, but this run has "
+                f"{n_ranks or 1}. Restore it on {n_shards} ranks, or read the shards "
+                f"of one rank from {save / _RANK.format(0)}."
+            )
+        return "" if is_save else save.name
     except Exception as error:
         if not save.exists():  # removed by a writer that saved a newer one
-            return read_checkpoint(path)
+            return _read(run, n_ranks)
         older = [x.name for x in saves if x != save]
         advice = ""
         if older:
@@ -116,8 +149,30 @@ def describe_error(error: Exception) -> str:
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
 
-def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
-    """Add a checkpoint to a run's folder, then remove all but the newest ``keep``."""
+@contextmanager
+def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
+    """Yield a hidden folder, and make it the newest checkpoint after the block.
+
+    Then remove all checkpoints but the newest ``keep``. If the block raises, nothing
+    changes.
+    """
+    if (run / _CHECKSUMS).exists():
+        raise ValueError(
+            f"{run} is a single checkpoint. Pass the folder of the run, {run.parent}."
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(run) as folder:
+        yield folder
+        _seal(folder)
+        last = ["save-000000", *_list_names(run)][-1]
+        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
+        sync(run)
+    for old in [save for save in _list_saves(run) if _is_ours(save)][:-keep]:
+        discard(old)
+
+
+def write_files(folder: Path, saved: Checkpoint, rank: int | None = None) -> None:
+    """Write the files of a checkpoint, or those of one rank if it has shards."""
     numbers, arrays = {}, {}
     for path, x in saved.optimizer.items():
         if isinstance(x, mx.array):
@@ -132,25 +187,70 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
             f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
             "lists to save_checkpoint() as mx.array."
         )
-    if (run / _CHECKSUMS).exists():
+    if rank is not None:
+        folder /= _RANK.format(rank)
+        folder.mkdir()
+    write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
+    write_arrays(folder / _ARRAYS, arrays)
+    (folder / _JSON).write_bytes(text)
+    if rank is not None:
+        _seal(folder)
+
+
+def _seal(folder: Path) -> None:
+    """Write the checksums of a folder's files, and sync them to disk."""
+    n_ranks = len(list(folder.glob(_RANK.format("*"))))
+    sums = _compute_checksums(folder, _list_parts(n_ranks))
+    (folder / _CHECKSUMS).write_text(json.dumps(sums))
+    sync(*folder.glob("*.json"), folder)
+
+
+def _verify(folder: Path) -> int:
+    """Return how many ranks have shards in a checkpoint, or raise if it is damaged."""
+    saved = read_json(folder / _CHECKSUMS, open_inside)
+    n_ranks = _count_ranks(saved)
+    if saved != _compute_checksums(folder, _list_parts(n_ranks)):
         raise ValueError(
-            f"{run} is a single checkpoint. Pass the folder of the run, {run.parent}."
+            "its files do not match their checksums, so the checkpoint is damaged."
         )
-    run.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(run) as folder:
-        # Keep the permissions of the newest checkpoint, if there is one.
-        last = (_list_saves(run) or [folder])[-1]
-        copy_modes(last, folder)
-        write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
-        write_arrays(folder / _ARRAYS, arrays)
-        (folder / _JSON).write_bytes(text)
-        (folder / _CHECKSUMS).write_text(json.dumps(_compute_checksums(folder)))
-        copy_modes(last, folder)
-        sync(folder / _JSON, folder / _CHECKSUMS, folder)
-        _rename_to_next(folder, run)
-        sync(run)
-    for old in _list_saves(run)[:-keep]:
-        discard(old)
+    return n_ranks
+
+
+def _count_ranks(checksums: Any) -> int:
+    return 0 if _MODEL in checksums else len(checksums)
+
+
+def _list_parts(n_ranks: int) -> list[str]:
+    """Return the names of the files that the checksums of a checkpoint cover."""
+    ranks = [f"{_RANK.format(rank)}/{_CHECKSUMS}" for rank in range(n_ranks)]
+    return ranks or [_MODEL, _ARRAYS, _JSON]
+
+
+def _compute_checksums(folder: Path, names: list[str]) -> dict[str, int]:
+    found = {}
+    for name in names:
+        with (
+            open(folder / name, "rb", opener=open_inside) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            found[name] = zlib.crc32(data)
+    return found
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint without any files of the user."""
+    try:
+        saved = read_json(folder / _CHECKSUMS, open_inside)
+        n_ranks = _count_ranks(saved)
+        if {*saved} != {*_list_parts(n_ranks)}:
+            return False
+    except (OSError, ValueError, TypeError):
+        return False
+    written = {folder / part for part in (*_list_parts(n_ranks), _CHECKSUMS)}
+    for rank in range(n_ranks):
+        written |= {folder / _RANK.format(rank) / part for part in _list_parts(0)}
+    found = {path for path in folder.rglob("*") if not path.is_dir()}
+    return all(path in written or path.name == ".DS_Store" for path in found)
 
 
 def _list_names(run: Path) -> list[str]:
@@ -164,21 +264,7 @@ def _list_saves(run: Path) -> list[Path]:
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
-def _rename_to_next(folder: Path, run: Path) -> None:
-    last = ["save-000000", *_list_names(run)][-1]
-    try:
-        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        _rename_to_next(folder, run)  # another writer took the number
-
-
-def _read_save(folder: Path) -> Checkpoint:
-    if _compute_checksums(folder) != read_json(folder / _CHECKSUMS, open_inside):
-        raise ValueError(
-            "its files do not match their checksums, so the checkpoint is damaged."
-        )
+def _read_files(folder: Path) -> Checkpoint:
     arrays = read_arrays(folder / _ARRAYS, open_inside)
     content = decode(read_json(folder / _JSON, open_inside), arrays)
     if content | _FORMAT != content:
@@ -186,9 +272,6 @@ def _read_save(folder: Path) -> Checkpoint:
             "training.json has an unknown format or version. If a newer version of "
             "mlx_gradscale wrote it, upgrade the package."
         )
-    for row in content["settings"]:
-        if [*map(type, row.values())] != [str, list, dict]:
-            raise ValueError("the optimizer settings in training.json are damaged.")
     state = {
         name.removeprefix(_PREFIX): x
         for name, x in arrays.items()
@@ -201,14 +284,3 @@ def _read_save(folder: Path) -> Checkpoint:
         dict(content.pop("extra")),
         content,
     )
-
-
-def _compute_checksums(folder: Path) -> dict[str, int]:
-    found = {}
-    for name in (_MODEL, _ARRAYS, _JSON):
-        with (
-            open(folder / name, "rb", opener=open_inside) as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            found[name] = zlib.crc32(data)
-    return found

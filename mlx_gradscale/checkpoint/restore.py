@@ -17,10 +17,9 @@ from ..core.ranks import Group
 from ..core.scale import SETTINGS
 from ..core.scaler import GradScaler
 from ..core.trees import commit, flatten, is_floating, restore, slots, snapshot
-from ..distributed import from_rank_0, raise_together
+from ..distributed import raise_together
 from ..files.text import dtype_name, list_some, shorten
-from .folder import Checkpoint, describe_error, read_checkpoint
-from .memory_order import arrange
+from .folder import Checkpoint, describe_error, read_on_ranks
 from .save import (
     STATE,
     STATISTICS,
@@ -49,8 +48,9 @@ def restore_checkpoint(
     First create the model, the optimizer and the scaler as in the saved run, including
     schedules; the resumed run is then bit-identical to an uninterrupted one. Without a
     schedule, the learning rate is restored too. In distributed training, all ranks must
-    call this; only rank 0 reads. If the number of ranks, or the ``state_bits`` of a
-    ``LossScaleOptimizer``, has changed, results may differ from the original run's.
+    call this; only rank 0 reads. Another number of ranks can restore the run, but its
+    results may differ. A sharded run needs the same number of ranks, each of which
+    reads its own shards.
 
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
@@ -79,7 +79,7 @@ def restore_checkpoint(
     """
     scaler = find_scaler(optimizer, scaler)
     group = find_group(optimizer, scaler)
-    saved = Checkpoint(*from_rank_0(lambda: read_checkpoint(path), group))
+    saved = read_on_ranks(path, group)
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     owners = [optimizer, *single_optimizers(inner)]
     before = snapshot(model, *map(vars, owners), scaler.state if scaler else {})
@@ -115,8 +115,7 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
     places = {".".join(map(str, path)): (box, k) for path, box, k in slots(model)}
     # BatchNorm's statistics take the dtype of the input in a forward pass.
     free = {name for name in own if name.endswith(STATISTICS)}
-    orders = saved.description["orders"]["model"]
-    _replace("the model", {name: places[name] for name in own}, values, orders, free)
+    _replace("the model", {name: places[name] for name in own}, values, free)
 
 
 def _restore_scaler(saved: dict[str, Any] | None, scaler: GradScaler | None) -> None:
@@ -149,9 +148,8 @@ def _restore_optimizer(
         parent, _, key = path.rpartition(".")
         if f".{parent}".endswith(endings) and parent in containers:
             places[path] = containers[parent], key
-    orders = saved.description["orders"]["optimizer"]
     # The first steps of an MLX optimizer may change the dtypes of its state.
-    _replace("the optimizer", places, state, orders, free=places)
+    _replace("the optimizer", places, state, free=places)
     written = optimizer.state["written"] if is_wrapper else {}
     for name in written.keys() & weights.keys():
         if weights[name].dtype in HALF:
@@ -174,7 +172,6 @@ def _replace(
     whose: str,
     places: _Places,
     values: Mapping[str, Any],
-    orders: Mapping[str, Any],
     free: Collection[str],
 ) -> None:
     """Check all values, then write them; only paths in ``free`` may change dtype."""
@@ -189,7 +186,6 @@ def _replace(
             "Create the model and the optimizer as in the saved run, and freeze the "
             "same layers."
         )
-    arranged = {}
     for path, (container, key) in places.items():
         old = container.get(key) if isinstance(container, dict) else container[key]
         new = values[path]
@@ -205,9 +201,8 @@ def _replace(
                 f"{_describe(old)} in this run. Create the model and the optimizer as "
                 "in the saved run."
             )
-        arranged[path] = arrange(new, orders.get(path))
-    mx.eval(arranged)
-    commit((*places[path], x) for path, x in arranged.items())
+    mx.eval(values)
+    commit((*place, values[path]) for path, place in places.items())
 
 
 def _describe(x: Any) -> str:

@@ -1,26 +1,26 @@
 """``save_checkpoint``: atomically save the state that a run needs to resume."""
 
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import FullyShardedModule
 from mlx.optimizers import Optimizer
 
 from ..core.finite import all_finite
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import needs_init, single_optimizers
-from ..core.ranks import Group
+from ..core.ranks import Group, Ranks
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, walk
-from ..distributed import assert_in_sync, raise_together
+from ..distributed import assert_in_sync, from_rank_0, raise_together
 from ..files.arrays import checksum
 from ..files.text import dtype_name
 from ..nonfinite_leaves import nonfinite
-from .folder import Checkpoint, write_checkpoint
-from .memory_order import find_orders
+from .folder import Checkpoint, add_checkpoint, write_files
 
 # The name that checkpoints use for LossScaleOptimizer and its subclasses.
 WRAPPER = "LossScaleOptimizer"
@@ -51,15 +51,17 @@ def save_checkpoint(
     A run resumed with :func:`restore_checkpoint` is bit-identical to one that was not
     interrupted. Each call adds a folder ``save-000001``, ``save-000002``, ... to
     ``path`` and then removes all but the newest ``keep`` checkpoints. The newest one is
-    complete even if a save is interrupted. Other files in ``path`` do not change.
-    ``mx.load`` reads the weights from ``model.safetensors`` in each folder; see
-    ``latest_checkpoint``. Learning rate schedules are Python code and are not saved,
-    but the step count that they depend on is.
+    complete even if a save is interrupted. Files that no save has written are never
+    removed. ``mx.load`` reads the weights from ``model.safetensors`` in each folder;
+    see ``latest_checkpoint``. Learning rate schedules are Python code and are not
+    saved, but the step count that they depend on is.
 
-    In distributed training, all ranks must call this; rank 0 writes. Trainable
-    parameters and states must be equal on all ranks, so gather a sharded model first.
-    The random state of every rank is saved. ``extra``, frozen parameters and buffers,
-    such as BatchNorm's statistics, are taken from rank 0.
+    In distributed training, all ranks must call this, and the random state of every
+    rank is saved. Rank 0 writes everything else: trainable parameters and states must
+    be equal on all ranks; ``extra``, frozen parameters and buffers, such as BatchNorm's
+    statistics, are taken from rank 0. If the optimizer was created with ``sharded=``,
+    or the model has a layer from ``nn.fully_shard``, each rank writes its own values
+    instead, so all ranks must have access to ``path``.
 
     Args:
         path (str): The folder of the run. It is created if necessary.
@@ -99,24 +101,23 @@ def save_checkpoint(
     if isinstance(optimizer, LossScaleOptimizer) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
     with raise_together(group):
-        saved = capture(model, optimizer, scaler, frozen)
-        state = saved.optimizer
-        arrays = {path: x for path, x in state.items() if isinstance(x, mx.array)}
-        arrays.pop("grad_norm", None)  # non-finite after a skipped step
-        same = {"model": model.trainable_parameters(), "optimizer": arrays}
-        if not all_finite(same).item():
-            raise ValueError(
-                f"{nonfinite(same)[0].path} contains NaN or inf, so nothing was saved. "
-                "Restore an earlier checkpoint, if there is one, to continue."
-            )
-    assert_in_sync(same | {"scaler": scaler.state if scaler else {}}, group)
-    key = cast(list[mx.array], mx.random.state)[0]
-    random = mx.distributed.all_gather(key[None], group=group)
-    mx.eval(random)  # on every rank
-    with raise_together(group):
-        if group.rank() == 0:
-            saved.description["random"] = random
-            write_checkpoint(Path(path), saved._replace(extra=extra), keep)
+        saved = capture(model, optimizer, scaler, frozen)._replace(extra=extra)
+        shards = None if group.size() == 1 else find_shards(model, optimizer)
+        copies = _check_values(saved, model, shards or set())
+    assert_in_sync(copies | {"scaler": scaler.state if scaler else {}}, group)
+    key = cast(list[mx.array], mx.random.state)[0][None]
+    keys = mx.distributed.all_gather(key, group=group)
+    mx.eval(keys)  # on every rank
+    saved.description["random"] = keys if shards is None else key
+    with raise_together(group), ExitStack() as stack:
+        run, rank = Path(path), group.rank()
+        hidden = add_checkpoint(run, keep)
+        folder = run / from_rank_0(lambda: stack.enter_context(hidden).name, group)
+        with raise_together(group):
+            if shards is not None:
+                write_files(folder, saved, rank)
+            elif rank == 0:
+                write_files(folder, saved)
 
 
 def capture(
@@ -133,7 +134,6 @@ def capture(
         "settings": describe_optimizer(optimizer),
         "next_rates": _next_rates(optimizer),
         "frozen": {name: fingerprint(x) for name, x in others.items()},
-        "orders": {"model": find_orders(weights), "optimizer": find_orders(state)},
     }
     if isinstance(optimizer, LossScaleOptimizer):
         state |= _current_masters(model, optimizer)
@@ -166,6 +166,44 @@ def find_group(optimizer: Optimizer, scaler: GradScaler | None) -> Group:
     """Return the distributed group of the optimizer or scaler, or the global one."""
     groups = (getattr(owner, "group", None) for owner in (optimizer, scaler))
     return next(filter(None, groups), None) or mx.distributed.init()
+
+
+def find_shards(model: nn.Module, optimizer: Optimizer) -> set[str] | None:
+    """Return the paths of the parameters that are shards, or None without sharding."""
+    ranks = optimizer._ranks if isinstance(optimizer, LossScaleOptimizer) else Ranks()
+    prefixes = tuple(
+        f"{path}." if path else ""
+        for path, module in model.named_modules()
+        if isinstance(module, FullyShardedModule)
+    )
+    if not ranks.sharded and not prefixes:
+        return None
+    parameters = flatten(model.parameters())
+    return {p for p, x in parameters if p.startswith(prefixes) or ranks.is_shard(p, x)}
+
+
+def _check_values(
+    saved: Checkpoint, model: nn.Module, shards: set[str]
+) -> dict[str, dict[str, mx.array]]:
+    """Raise if a value is non-finite; return those that all ranks should agree on."""
+    state = {k: x for k, x in saved.optimizer.items() if isinstance(x, mx.array)}
+    state.pop("grad_norm", None)  # non-finite after a skipped step
+    values = {"model": dict(flatten(model.trainable_parameters())), "optimizer": state}
+    if not all_finite(values).item():
+        raise ValueError(
+            f"{nonfinite(values)[0].path} contains NaN or inf, so nothing was saved. "
+            "Restore an earlier checkpoint, if there is one, to continue."
+        )
+    return {
+        part: {path: x for path, x in arrays.items() if not _is_of(path, shards)}
+        for part, arrays in values.items()
+    }
+
+
+def _is_of(path: str, parameters: set[str]) -> bool:
+    """Return whether ``path`` is that of a parameter or of state that belongs to it."""
+    keys, ends = path.split("."), range(path.count(".") + 2)
+    return any(".".join(keys[i:j]) in parameters for j in ends for i in range(j))
 
 
 def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:

@@ -95,7 +95,8 @@ def mlx_launch(n, folder, script, *args):
     port = free_ports(n, consecutive=True)[0]
     ring = ["--backend", "ring", "-n", str(n), "--starting-port", str(port)]
     command = [launcher, *ring, "--", sys.executable, str(script), *map(str, args)]
-    env = {"TMPDIR": str(folder), "PYTHONPATH": str(TESTS.parent)}
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    env = {"TMPDIR": str(folder), "PYTHONPATH": path}
     _, output = finish([(command, env)])
     return output
 

@@ -1,0 +1,81 @@
+"""Sharded runs: each rank saves its shards, and restores them bit-identically."""
+
+import shutil
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from support.checkpoint_shards import KINDS, Net
+from support.ring import TESTS, mlx_launch, reports
+
+from mlx_gradscale import restore_checkpoint
+from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
+
+EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def launch(folder, checkpoint, task):
+    script = TESTS / "support" / "checkpoint_shards.py"
+    place = folder / task
+    output = mlx_launch(2, place, script, place, checkpoint, task)
+    found = reports(2, place)
+    assert None not in found, output
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    return folder / "run", *(
+        launch(folder, folder / "run", t) for t in ("save", "restore")
+    )
+
+
+@EVERY
+def test_sharded_run_resumes_bit_identically_in_new_processes(kind, runs):
+    _, saved, restored = runs
+    for rank in range(2):
+        assert restored[rank][kind]["next"] == saved[rank][kind]["next"]
+        assert restored[rank][kind]["extra"] == {"step": 3, "rank": rank}
+    assert saved[0][kind]["next"] != saved[1][kind]["next"]
+
+
+@EVERY
+def test_sharded_run_is_not_restored_on_another_number_of_ranks(kind, runs):
+    model, optimizer = Net(None, False), optim.AdamW(1e-2)
+    before = dict(model.shard)
+    with pytest.raises(
+        ValueError, match="the shards of 2 ranks, but this run has 1"
+    ) as e:
+        restore_checkpoint(runs[0] / kind, model, optimizer)
+    assert "Restore it on 2 ranks" in str(e.value)
+    assert all(model.shard[name] is x for name, x in before.items())
+
+
+def test_shards_of_each_rank_can_be_read_alone(runs):
+    save = latest_checkpoint(runs[0] / "fully_shard")
+    shards = [read_checkpoint(save / f"rank-{rank}").weights for rank in range(2)]
+    name = "shard.module.weight"
+    assert [shard[name].shape for shard in shards] == [(2, 8)] * 2
+    assert not mx.array_equal(shards[0][name], shards[1][name])
+    assert mx.array_equal(shards[0]["same.weight"], shards[1]["same.weight"])
+
+
+def test_failure_on_one_rank_saves_no_shards_on_any(runs):
+    first, second = (report["some shards"] for report in runs[1])
+    assert "Rank 1 failed with ValueError: model.shard.weight contains" in first["nan"]
+    assert "contains NaN" in second["nan"]
+    assert "Rank 1 failed with TypeError" in first["a set"]
+    assert "unsupported type set" in second["a set"]
+    for report in (first, second):
+        assert "The ranks differ in 'model.same.weight'" in report["a copy"]
+        assert report["files"] == ["save-000001"]
+
+
+@pytest.mark.parametrize("damage", ["removed", "changed"])
+def test_damaged_shards_are_an_error(damage, runs, tmp_path):
+    shutil.copytree(runs[0] / "sharded=True", tmp_path / "run")
+    file = latest_checkpoint(tmp_path / "run") / "rank-1" / "checksums.json"
+    file.unlink() if damage == "removed" else file.write_text("{}")
+    with pytest.raises(ValueError, match="Cannot read"):
+        read_checkpoint(tmp_path / "run")
