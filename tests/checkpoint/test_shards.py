@@ -14,10 +14,12 @@ from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
 EVERY = pytest.mark.parametrize("kind", KINDS)
 
 
+SCRIPT = TESTS / "support" / "checkpoint_shards.py"
+
+
 def launch(folder, checkpoint, task):
-    script = TESTS / "support" / "checkpoint_shards.py"
     place = folder / task
-    output = mlx_launch(2, place, script, place, checkpoint, task)
+    output = mlx_launch(2, place, SCRIPT, place, checkpoint, task)
     found = reports(2, place)
     assert None not in found, output
     return found
@@ -79,3 +81,15 @@ def test_damaged_shards_are_an_error(damage, runs, tmp_path):
     file.unlink() if damage == "removed" else file.write_text("{}")
     with pytest.raises(ValueError, match="Cannot read"):
         read_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("rank", "at"), [(0, 4), (0, 30), (0, 50), (1, 2), (1, 9)])
+def test_rank_killed_while_it_saves_shards_leaves_whole_checkpoints(rank, at, tmp_path):
+    run = tmp_path / "run"
+    mlx_launch(2, tmp_path / "ranks", SCRIPT, tmp_path, run, "kill", rank, at)
+    save = latest_checkpoint(run)
+    for rank in range(2):
+        saved = read_checkpoint(save / f"rank-{rank}")
+        step = saved.extra["step"]
+        assert saved.weights["shard.bias"].tolist() == [step] * 4
+        assert save.name == f"save-{step + 1:06}"

@@ -1,12 +1,15 @@
 """What one rank does in checkpoint/test_shards.py, under ``mlx.launch``.
 
 python checkpoint_shards.py FOLDER CHECKPOINT save|restore
+python checkpoint_shards.py FOLDER CHECKPOINT kill RANK AT
 
 Each kind of run takes three steps and is saved, or is restored into objects with other
 weights. Then it takes three more steps, whose weights and states are reported.
 """
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from mlx_gradscale import (
     restore_checkpoint,
     save_checkpoint,
 )
+from support.checkpoint_writers import FaultPoints
 from support.distributed_parts import fingerprint, message
 
 
@@ -120,8 +124,23 @@ def failures(path, model, optimizer, rank):
     return found
 
 
-def main(folder, checkpoint, task):
+def kill(group, checkpoint, rank, at):
+    """Save twice, and kill this rank at the n-th file operation of the second save."""
+    model, optimizer = KINDS["some shards"](group)
+    optimizer.init(model.trainable_parameters())
+    points = FaultPoints()
+    for step in range(2):
+        model.shard.bias = mx.full(4, float(step), mx.float16)
+        if step and group.rank() == rank:
+            points.start(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        save_checkpoint(checkpoint, model, optimizer, step=step)
+
+
+def main(folder, checkpoint, task, *points):
     group = mx.distributed.init(backend="ring")
+    if task == "kill":
+        kill(group, checkpoint, *map(int, points))
+        return
     report = {kind: run(kind, group, checkpoint, task) for kind in KINDS}
     (Path(folder) / f"{group.rank()}.json").write_text(json.dumps(report))
 
