@@ -149,6 +149,33 @@ def describe_error(error: Exception) -> str:
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
 
+class Files(NamedTuple):
+    """The contents of the files of a checkpoint."""
+
+    model: dict[str, mx.array]
+    arrays: dict[str, mx.array]
+    text: bytes
+
+
+def encode_checkpoint(saved: Checkpoint) -> Files:
+    """Return the files for a checkpoint; raise if a value cannot be saved."""
+    numbers, arrays = {}, {}
+    for path, x in saved.optimizer.items():
+        if isinstance(x, mx.array):
+            arrays[_PREFIX + path] = x
+        else:
+            numbers[path] = x
+    content = {"scaler": saved.scaler, "numbers": numbers, "extra": saved.extra}
+    content = _FORMAT | content | saved.description
+    text = json.dumps(encode(content, arrays)).encode()
+    if len(text) > LONGEST_JSON:
+        raise ValueError(
+            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
+            "lists to save_checkpoint() as mx.array."
+        )
+    return Files(saved.weights, arrays, text)
+
+
 @contextmanager
 def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
     """Yield a hidden folder, and make it the newest checkpoint after the block.
@@ -171,28 +198,14 @@ def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
         discard(old)
 
 
-def write_files(folder: Path, saved: Checkpoint, rank: int | None = None) -> None:
-    """Write the files of a checkpoint, or those of one rank if it has shards."""
-    numbers, arrays = {}, {}
-    for path, x in saved.optimizer.items():
-        if isinstance(x, mx.array):
-            arrays[_PREFIX + path] = x
-        else:
-            numbers[path] = x
-    content = {"scaler": saved.scaler, "numbers": numbers, "extra": saved.extra}
-    content = _FORMAT | content | saved.description
-    text = json.dumps(encode(content, arrays)).encode()
-    if len(text) > LONGEST_JSON:
-        raise ValueError(
-            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
-            "lists to save_checkpoint() as mx.array."
-        )
+def write_files(folder: Path, files: Files, rank: int | None = None) -> None:
+    """Write the files of a checkpoint, or those of one rank if it is sharded."""
     if rank is not None:
         folder /= _RANK.format(rank)
         folder.mkdir()
-    write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
-    write_arrays(folder / _ARRAYS, arrays)
-    (folder / _JSON).write_bytes(text)
+    write_arrays(folder / _MODEL, files.model, {"format": "mlx"})
+    write_arrays(folder / _ARRAYS, files.arrays)
+    (folder / _JSON).write_bytes(files.text)
     if rank is not None:
         _seal(folder)
 

@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..core.masters import HALF, half_bits, join, remainder_of
-from ..core.moments import cast_moments
+from ..core.masters import HALF, half_bits, join
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.ranks import Group
@@ -29,8 +28,6 @@ from .save import (
     fingerprint,
     optimizer_places,
 )
-
-_Places = dict[str, tuple[Any, Any]]
 
 
 def restore_checkpoint(
@@ -138,9 +135,8 @@ def _restore_optimizer(
         optimizer.init(model.trainable_parameters())  # keeps existing state
     places = optimizer_places(optimizer)
     if is_wrapper:
-        _convert_masters(state, places, weights)
         own = {path: box[key] for path, (box, key) in places.items()}
-        state = cast_moments(state, own)
+        _decode(state, own, weights)
     # Some optimizers add values to the state of a parameter in a step.
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     endings = tuple(f".{name}" for name in weights)
@@ -150,27 +146,27 @@ def _restore_optimizer(
             places[path] = containers[parent], key
     # The first steps of an MLX optimizer may change the dtypes of its state.
     _replace("the optimizer", places, state, free=places)
-    written = optimizer.state["written"] if is_wrapper else {}
+    written = optimizer.state.get("written", {}) if is_wrapper else {}
     for name in written.keys() & weights.keys():
         if weights[name].dtype in HALF:
             written[name] = half_bits(weights[name])
 
 
-def _convert_masters(
-    state: dict[str, Any], places: _Places, weights: Mapping[str, mx.array]
+def _decode(
+    state: dict[str, Any], own: Mapping[str, Any], weights: Mapping[str, mx.array]
 ) -> None:
-    """Convert the saved master weights to the form that the optimizer uses."""
-    for path in places:
+    """Decode saved master weights and moments of 16 bits."""
+    for path, x in own.items():
         part, _, name = path.partition(".")
         if part == "masters" and f"remainders.{name}" in state:
             state[path] = join(weights[name], state.pop(f"remainders.{name}")).master
-        elif part == "remainders" and f"masters.{name}" in state:
-            state[path] = remainder_of(state.pop(f"masters.{name}"), weights[name])
+        elif part == "optimizer" and isinstance(state.get(path), mx.array):
+            state[path] = state[path].astype(x.dtype)
 
 
 def _replace(
     whose: str,
-    places: _Places,
+    places: dict[str, tuple[Any, Any]],
     values: Mapping[str, Any],
     free: Collection[str],
 ) -> None:
@@ -225,7 +221,8 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     for old, new in zip(saved, own, strict=True):
         for name, value in new["values"].items():
             before = old["values"].get(name, value)
-            if before != value:
+            is_decoded = name == "state_bits" and value == 32
+            if before != value and not is_decoded:
                 raise ValueError(
                     f"the saved {new['class']} had {name}={shorten(before)}, but this "
                     f"one has {name}={value}. Create the optimizer as in the saved "

@@ -20,7 +20,7 @@ from ..distributed import assert_in_sync, from_rank_0, raise_together
 from ..files.arrays import checksum
 from ..files.text import dtype_name
 from ..nonfinite_leaves import nonfinite
-from .folder import Checkpoint, add_checkpoint, write_files
+from .folder import Checkpoint, add_checkpoint, encode_checkpoint, write_files
 
 # The name that checkpoints use for LossScaleOptimizer and its subclasses.
 WRAPPER = "LossScaleOptimizer"
@@ -109,15 +109,16 @@ def save_checkpoint(
     keys = mx.distributed.all_gather(key, group=group)
     mx.eval(keys)  # on every rank
     saved.description["random"] = keys if shards is None else key
+    rank, run = group.rank(), Path(path)
+    writes = shards is not None or rank == 0
+    with raise_together(group):
+        files = encode_checkpoint(saved) if writes else None
     with raise_together(group), ExitStack() as stack:
-        run, rank = Path(path), group.rank()
         hidden = add_checkpoint(run, keep)
         folder = run / from_rank_0(lambda: stack.enter_context(hidden).name, group)
         with raise_together(group):
-            if shards is not None:
-                write_files(folder, saved, rank)
-            elif rank == 0:
-                write_files(folder, saved)
+            if files is not None:
+                write_files(folder, files, None if shards is None else rank)
 
 
 def capture(
@@ -228,7 +229,10 @@ def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the class, schedules and settings of each optimizer, any wrapper first."""
     rows: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
-        values: dict[str, Any] = {"max_grad_norm": optimizer.max_grad_norm}
+        values: dict[str, Any] = {
+            "max_grad_norm": optimizer.max_grad_norm,
+            "state_bits": optimizer._state_bits,
+        }
         rows = [{"class": WRAPPER, "schedules": [], "values": values}]
         optimizer = optimizer.optimizer
     for single in single_optimizers(optimizer):
@@ -292,5 +296,5 @@ def _current_masters(
 ) -> dict[str, mx.array]:
     """Return the float32 master weights, updated if a weight was replaced."""
     masters = flatten(optimizer.masters(model.parameters()))
-    known = optimizer.state["masters"]
+    known = optimizer.state.get("masters", {})
     return {f"masters.{name}": x for name, x in masters if name in known}
