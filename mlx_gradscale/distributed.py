@@ -4,7 +4,6 @@ MLX collectives have no tags and no timeout. All ranks must call these functions
 same order; if one does not, the others block until it makes another call or exits.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +13,11 @@ import mlx.core as mx
 from .core.finite import arrays
 from .core.ranks import Group, check_group, gather, is_single, list_differences
 from .core.trees import flatten
-from .files.arrays import CODES, DTYPES, checksum
+from .files.arrays import checksum
 from .files.text import dtype_name
 from .files.trees import decode, encode
 
 __all__ = ["assert_in_sync", "broadcast", "from_rank_0"]
-
-# Packages whose functions may run between the user's call and a gather.
-_BETWEEN = ("mlx_gradscale.", "contextlib.")
 
 
 def assert_in_sync(tree: Any, group: Group | None = None) -> None:
@@ -43,14 +39,7 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
         >>> from mlx_gradscale.distributed import assert_in_sync
         >>> assert_in_sync(nn.Linear(2, 2).parameters(), mx.distributed.init())
     """
-    group = _group_or_all(group)
-    arrays(tree)
-    if is_single(group):
-        return
-    tables = _gather({path: _describe(x) for path, x in flatten(tree)}, group)
-    if lines := list_differences(tables):
-        lines.append("To copy these values from rank 0, use broadcast().")
-        raise RuntimeError("\n".join(lines))
+    compare(tree, _group_or_all(group), "assert_in_sync")
 
 
 def broadcast(tree: Any, group: Group | None = None) -> Any:
@@ -67,7 +56,7 @@ def broadcast(tree: Any, group: Group | None = None) -> Any:
         >>> model = nn.Linear(2, 2)
         >>> model = model.update(broadcast(model.parameters(), mx.distributed.init()))
     """
-    return from_rank_0(lambda: tree, group)
+    return share(lambda: tree, _group_or_all(group), "broadcast")
 
 
 def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
@@ -90,26 +79,48 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
         >>> scaler.get_scale()
         512.0
     """
-    group = _group_or_all(group)
+    return share(load, _group_or_all(group), "from_rank_0")
+
+
+# ``call`` is the name of the public function that the user called, for errors.
+def compare(tree: Any, group: Group, call: str) -> None:
+    """Raise, on every rank, unless ``tree`` is bit-identical on all ranks."""
+    arrays(tree)
+    if is_single(group):
+        return
+    table = {path: _describe(x) for path, x in flatten(tree)}
+    if lines := list_differences(gather(table, group, call)):
+        lines.append("To copy these values from rank 0, use broadcast().")
+        raise RuntimeError("\n".join(lines))
+
+
+def share(load: Callable[[], Any], group: Group, call: str) -> Any:
+    """Call ``load`` on rank 0 and return its result on every rank."""
     if is_single(group):
         return load()
     found: dict[str, mx.array] = {}
     tree = None
-    with raise_together(group):
+    with raise_together(group, call):
         if group.rank() == 0:
             tree = encode(load(), found)
             # Evaluate here, so that an error while reading a file reaches all ranks.
             mx.eval(found)
-    kinds = {name: [x.shape, CODES[x.dtype]] for name, x in found.items()}
-    tree, kinds = _gather([tree, kinds], group)[0]
-    for name, (shape, code) in kinds.items():
-        x = found.get(name, mx.zeros(shape, DTYPES[code]))
-        found[name] = _sum_of_bytes(x, group)
+    kinds = {name: [x.shape, dtype_name(x)] for name, x in found.items()}
+    tree, kinds = gather([tree, kinds], group, call)[0]
+    for name, (shape, dtype) in kinds.items():
+        kind = mx.bool_ if dtype == "bool" else getattr(mx, dtype)
+        x = found.get(name, mx.zeros(shape, kind))
+        if x.size:
+            # Exact for all dtypes, -0.0 and NaN, because other ranks add zeros.
+            data = mx.distributed.all_sum(x.reshape(-1).view(mx.uint8), group=group)
+            x = data.view(x.dtype).reshape(x.shape)
+            mx.eval(x)
+        found[name] = x
     return decode(tree, found)
 
 
 @contextmanager
-def raise_together(group: Group) -> Iterator[None]:
+def raise_together(group: Group, call: str) -> Iterator[None]:
     """Raise on every rank if the ``with`` block raises on any rank."""
     if is_single(group):
         yield
@@ -120,7 +131,7 @@ def raise_together(group: Group) -> Iterator[None]:
     except Exception as problem:
         error = problem
     try:
-        errors = _gather(error and f"{type(error).__name__}: {error}", group)
+        errors = gather(error and f"{type(error).__name__}: {error}", group, call)
     except RuntimeError as mismatch:  # caused by the error, if there was one
         raise error or mismatch from None
     if error is not None:
@@ -139,21 +150,3 @@ def _describe(x: mx.array) -> str:
     if x.size == 1:
         return f"{dtype_name(x)} {x.item()}"
     return f"{dtype_name(x)}{list(x.shape)} with checksum {checksum(x):08x}"
-
-
-def _gather(value: Any, group: Group) -> list[Any]:
-    """Gather a value from all ranks; errors name the function that the user called."""
-    frame, call = sys._getframe(1), ""
-    while f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN) and frame.f_back:
-        name, frame = frame.f_code.co_name, frame.f_back
-        call = call if name.startswith(("_", "<")) else name
-    return gather(value, group, call)
-
-
-def _sum_of_bytes(x: mx.array, group: Group) -> mx.array:
-    # Exact for all dtypes, -0.0 and NaN, because all ranks except 0 add zeros.
-    if not x.size:
-        return x
-    total = mx.distributed.all_sum(x.reshape(-1).view(mx.uint8), group=group)
-    mx.eval(total)
-    return total.view(x.dtype).reshape(x.shape)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..core.ranks import Group
-from ..distributed import from_rank_0, raise_together
+from ..distributed import raise_together, share
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
@@ -47,6 +47,8 @@ _RANK = "rank-{}"  # the folder of a rank in a sharded checkpoint
 _PREFIX = "optimizer."  # added to the names of the optimizer's arrays
 _SAVE = re.compile("save-[0-9]{6,}")
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
+# The contents of the first three files above.
+Files = tuple[dict[str, mx.array], dict[str, mx.array], bytes]
 
 
 class Checkpoint(NamedTuple):
@@ -107,12 +109,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(*_read(Path(path), None))
 
 
-def read_on_ranks(path: str | os.PathLike[str], group: Group) -> Checkpoint:
+def read_on_ranks(path: str | os.PathLike[str], group: Group, call: str) -> Checkpoint:
     """Read a checkpoint on all ranks; only a sharded one on disks that all share."""
-    found = from_rank_0(lambda: _read(Path(path), group.size()), group)
+    found = share(lambda: _read(Path(path), group.size()), group, call)
     if not isinstance(found, str):
         return Checkpoint(*found)
-    with raise_together(group):
+    with raise_together(group, call):
         return read_checkpoint(Path(path) / found / _RANK.format(group.rank()))
 
 
@@ -149,16 +151,8 @@ def describe_error(error: Exception) -> str:
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
 
-class Files(NamedTuple):
-    """The contents of the files of a checkpoint."""
-
-    model: dict[str, mx.array]
-    arrays: dict[str, mx.array]
-    text: bytes
-
-
 def encode_checkpoint(saved: Checkpoint) -> Files:
-    """Return the files for a checkpoint; raise if a value cannot be saved."""
+    """Return the contents of a checkpoint's files; raise if a value is unsupported."""
     numbers, arrays = {}, {}
     for path, x in saved.optimizer.items():
         if isinstance(x, mx.array):
@@ -173,7 +167,7 @@ def encode_checkpoint(saved: Checkpoint) -> Files:
             f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
             "lists to save_checkpoint() as mx.array."
         )
-    return Files(saved.weights, arrays, text)
+    return saved.weights, arrays, text
 
 
 @contextmanager
@@ -203,9 +197,10 @@ def write_files(folder: Path, files: Files, rank: int | None = None) -> None:
     if rank is not None:
         folder /= _RANK.format(rank)
         folder.mkdir()
-    write_arrays(folder / _MODEL, files.model, {"format": "mlx"})
-    write_arrays(folder / _ARRAYS, files.arrays)
-    (folder / _JSON).write_bytes(files.text)
+    model, arrays, text = files
+    write_arrays(folder / _MODEL, model, {"format": "mlx"})
+    write_arrays(folder / _ARRAYS, arrays)
+    (folder / _JSON).write_bytes(text)
     if rank is not None:
         _seal(folder)
 
@@ -230,6 +225,7 @@ def _verify(folder: Path) -> int:
 
 
 def _count_ranks(checksums: Any) -> int:
+    """Return how many ranks have shards in a checkpoint with these checksums."""
     return 0 if _MODEL in checksums else len(checksums)
 
 
@@ -251,19 +247,17 @@ def _compute_checksums(folder: Path, names: list[str]) -> dict[str, int]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint without any files of the user."""
+    """Return whether a folder contains a checkpoint, and no files of the user."""
     try:
-        saved = read_json(folder / _CHECKSUMS, open_inside)
-        n_ranks = _count_ranks(saved)
-        if {*saved} != {*_list_parts(n_ranks)}:
-            return False
+        parts = {*read_json(folder / _CHECKSUMS, open_inside)}
     except (OSError, ValueError, TypeError):
         return False
-    written = {folder / part for part in (*_list_parts(n_ranks), _CHECKSUMS)}
-    for rank in range(n_ranks):
-        written |= {folder / _RANK.format(rank) / part for part in _list_parts(0)}
-    found = {path for path in folder.rglob("*") if not path.is_dir()}
-    return all(path in written or path.name == ".DS_Store" for path in found)
+    n_ranks = _count_ranks(parts)
+    own = {*parts, _CHECKSUMS, ".DS_Store"}
+    return parts == {*_list_parts(n_ranks)} and all(
+        path.name in own or (n_ranks > 0 and path.is_dir() and _is_ours(path))
+        for path in folder.iterdir()
+    )
 
 
 def _list_names(run: Path) -> list[str]:

@@ -75,19 +75,19 @@ def restore_checkpoint(
         3
     """
     scaler = find_scaler(optimizer, scaler)
-    group = find_group(optimizer, scaler)
-    saved = read_on_ranks(path, group)
+    group, call = find_group(optimizer, scaler), "restore_checkpoint"
+    saved = read_on_ranks(path, group, call)
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     owners = [optimizer, *single_optimizers(inner)]
     before = snapshot(model, *map(vars, owners), scaler.state if scaler else {})
     try:
-        with raise_together(group):
+        with raise_together(group, call):
             seed = _find_seed(saved.description["random"], group)
             _restore_model(saved, model)
             _check_settings(saved.description["settings"], optimizer)
             _restore_scaler(saved.scaler, scaler)
         # The ranks now have equal weights, which init() of the optimizer may compare.
-        with raise_together(group):
+        with raise_together(group, call):
             _restore_optimizer(saved, model, optimizer)
     except BaseException as error:
         restore(before)

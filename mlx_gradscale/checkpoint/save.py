@@ -16,7 +16,7 @@ from ..core.optimizers import needs_init, single_optimizers
 from ..core.ranks import Group, Ranks
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, walk
-from ..distributed import assert_in_sync, from_rank_0, raise_together
+from ..distributed import compare, raise_together, share
 from ..files.arrays import checksum
 from ..files.text import dtype_name
 from ..nonfinite_leaves import nonfinite
@@ -97,26 +97,26 @@ def save_checkpoint(
     scaler = find_scaler(optimizer, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
-    group = find_group(optimizer, scaler)
+    group, call = find_group(optimizer, scaler), "save_checkpoint"
     if isinstance(optimizer, LossScaleOptimizer) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
-    with raise_together(group):
+    with raise_together(group, call):
         saved = capture(model, optimizer, scaler, frozen)._replace(extra=extra)
         shards = None if group.size() == 1 else find_shards(model, optimizer)
         copies = _check_values(saved, model, shards or set())
-    assert_in_sync(copies | {"scaler": scaler.state if scaler else {}}, group)
+    compare(copies | {"scaler": scaler.state if scaler else {}}, group, call)
     key = cast(list[mx.array], mx.random.state)[0][None]
     keys = mx.distributed.all_gather(key, group=group)
     mx.eval(keys)  # on every rank
     saved.description["random"] = keys if shards is None else key
     rank, run = group.rank(), Path(path)
     writes = shards is not None or rank == 0
-    with raise_together(group):
+    with raise_together(group, call):
         files = encode_checkpoint(saved) if writes else None
-    with raise_together(group), ExitStack() as stack:
+    with raise_together(group, call), ExitStack() as stack:
         hidden = add_checkpoint(run, keep)
-        folder = run / from_rank_0(lambda: stack.enter_context(hidden).name, group)
-        with raise_together(group):
+        folder = run / share(lambda: stack.enter_context(hidden).name, group, call)
+        with raise_together(group, call):
             if files is not None:
                 write_files(folder, files, None if shards is None else rank)
 
