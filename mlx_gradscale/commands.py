@@ -2,18 +2,16 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from .files.text import printable
-from .torch_checkpoint import Limits
 
 # Exceptions that files and users' models may cause.
 EXPECTED = (
     *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
     *(ArithmeticError, MemoryError),
 )
-LIMITS = [*Limits.__dataclass_fields__]
 
 
 def run_command(
@@ -51,20 +49,5 @@ def run_command(
         return 141
     except expected as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        for name in LIMITS:  # errors of the reader refer to Python's argument
-            text = text.replace(f"limits.{name}", f"--limit {name}=...")
         print(f"error: {printable(text)}", file=sys.stderr)
         return 1
-
-
-def read_limits(given: Sequence[str]) -> Limits | None:
-    """Parse the values of ``--limit``, ``NAME=NUMBER``; return None without any."""
-    try:
-        pairs = [text.split("=") for text in given]
-        raised = {name: int(float(number)) for name, number in pairs}
-        return Limits(**raised) if raised else None
-    except (ValueError, TypeError, OverflowError):
-        raise ValueError(
-            f"--limit must be NAME=NUMBER, got {' '.join(given)}. NAME must be "
-            f"{' or '.join(LIMITS)}."
-        ) from None

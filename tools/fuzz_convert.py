@@ -23,12 +23,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_gradscale.checkpoint.save import describe_optimizer
+from mlx_gradscale.convert.old_checkpoint import Placeholder, TensorShape
 from mlx_gradscale.convert.optimizers import to_mlx
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_run
 from mlx_gradscale.convert.template import make_template
 from mlx_gradscale.convert.template_file import build_optimizer, from_object, to_object
-from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape
 
 EXPECTED = (ValueError, OSError)
 SLOWEST = 30.0

@@ -3,12 +3,11 @@
     python tools/torch_checkpoint_fuzz.py --mutants 100000
 
 Mutants are real files (most from PyTorch, in tests/golden/torch) with changed bytes
-or zip fields, pickles of random instructions, and bombs of repeated values. A mutant
-passes if ``load`` raises ``CheckpointError``, or returns a tree of plain values,
-placeholders and usable arrays that survives ``save`` and ``load``. A mutant fails if it
-raises another exception or takes more than ``--seconds`` or ``--megabytes``; it is then
-written to a file. The limits are far below the defaults, so that bombs end quickly. If
-PyTorch is installed and also reads a mutant, both must read the same values.
+or zip fields, and pickles of random instructions. A mutant passes if ``load`` raises
+``CheckpointError``, or returns a tree of plain values, placeholders and usable arrays
+that survives ``save`` and ``load``. A mutant fails if it raises another exception or
+takes more than ``--megabytes``; it is then written to a file. If PyTorch is installed
+and also reads a mutant, both must read the same values.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import contextlib
 import io
 import random
 import resource
-import signal
 import struct
 import sys
 import time
@@ -32,14 +30,11 @@ import numpy as np
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
     CheckpointError,
-    Limits,
     Placeholder,
-    TensorShape,
-    TorchSize,
     plain_value,
 )
+from mlx_gradscale.torch_checkpoint.tensors import Storage
 
-LIMITS = {"operations": 2**19, "tensor_bytes": 2**26}
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "torch"
 # Edge values for sizes and counts.
 EDGES = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16]
@@ -57,7 +52,6 @@ STORAGES = names(
     "torch.storage.UntypedStorage"
 )
 REBUILD, ORDERED_DICT = names("torch._utils._rebuild_tensor_v2 collections.OrderedDict")
-# Functions that copy their argument.
 COPIES = names(
     "_codecs.encode __builtin__.bytearray __builtin__.set __builtin__.frozenset "
     "torch.Size collections.Counter"
@@ -65,8 +59,7 @@ COPIES = names(
 FOREIGN = names(
     "os.system argparse.Namespace numpy._core.multiarray.scalar numpy.dtype "
     "numpy._core.multiarray._reconstruct pathlib.PosixPath collections.defaultdict "
-    "__builtin__.getattr copy_reg._reconstructor "
-    "mlx_gradscale.torch_checkpoint.TensorShape"
+    "__builtin__.getattr copy_reg._reconstructor"
 )
 OTHERS = names(
     "torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter torch.Tensor "
@@ -229,50 +222,9 @@ def random_pickle(data: bytes, rng: random.Random) -> bytes:
     return pack({"x/data.pkl": pickle, "x/version": b"3\n", **storages})
 
 
-def colliding(rng: random.Random, count: int) -> list[bytes]:
-    """Return pickled keys: consecutive numbers, or keys that collide in a dict."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return [b"J" + struct.pack("<i", i) for i in range(count)]
-    if kind == 1:
-        places = [0]
-        for _ in range(count - 1):
-            places.append((5 * places[-1] + 1) % (2 * count))
-        return [b"J" + struct.pack("<i", place) for place in places]
-    if kind == 2:
-        multiples = (i * (2**61 - 1) for i in range(count))
-        return [b"\x8a\x0a" + i.to_bytes(10, "little") for i in multiples]
-    ends = b"J\xff\xff\xff\xff", b"J\xfe\xff\xff\xff"  # -1 and -2 have the same hash
-    parts = ([ends[i >> j & 1] for j in range(14)] for i in range(count))
-    return [b"(" + b"".join(part) + b"t" for part in parts]
-
-
-def bomb(data: bytes, rng: random.Random) -> bytes:
-    """Return a file that repeats a memoized value, or a call with it, many times."""
-    count, kind = 2 ** rng.randrange(15), rng.randrange(6)
-    if kind < 2:
-        long = rng.choice([b"x", "é\U0001f600".encode()]) * count
-        made = (b"X", b"B")[kind] + struct.pack("<I", len(long)) + long
-    elif kind == 2:
-        keys = colliding(rng, count)
-        made = b"}(" + b"".join(key + b"K\x01" for key in keys) + b"u"
-    else:
-        start, end = ((b"](", b"e"), (b"(", b"t"), (b"\x8f(", b"\x90"))[kind - 3]
-        made = start + b"".join(colliding(rng, count)) + end
-    made += b"q\x01"
-    if rng.random() < 0.3:  # each tuple holds the previous one twice
-        made += b"h\x01h\x01\x86q\x01" * rng.randrange(40)
-    called = rng.choice(COPIES if rng.random() < 0.8 else NAMES) + b"q\x00"
-    args = b"h\x01" + rng.choice([b"\x85", b"", b"X\x06\0\0\0latin1\x86"]) + b"q\x02"
-    often = [b"h\x00h\x02R", b"h\x01", b"h\x00h\x02Rq\x01", b"]q\x03h\x03", b"}h\x01Ns"]
-    again = rng.choice(often) * 2 ** rng.randrange(15)
-    pickle = b"\x80\x02(" + called + made + args + again + b"t."
-    return pack({"x/data.pkl": pickle, "x/version": b"3\n"})
-
-
 Mutation = Callable[[bytes, random.Random], bytes]
 MUTATIONS: list[Mutation] = [set_bytes, set_bytes, set_number, cut, splice, splice]
-MUTATIONS += [in_the_pickle] * 3 + [in_the_directory] * 2 + [random_pickle] * 2 + [bomb]
+MUTATIONS += [in_the_pickle] * 3 + [in_the_directory] * 2 + [random_pickle] * 2
 
 
 def apply(mutate: Mutation, data: bytes, rng: random.Random) -> bytes:
@@ -303,7 +255,7 @@ def check_sound(value: Any, seen: set[int]) -> None:
     if isinstance(value, mx.array):
         mx.eval(value.astype(mx.float32).sum() if value.size < 2**20 else value[:0])
         return
-    if isinstance(value, TensorShape) or type(value) in plain:
+    if isinstance(value, Storage) or type(value) in plain:
         return
     if not isinstance(value, (Placeholder, dict, list, tuple, set, frozenset)):
         raise AssertionError(f"a {type(value).__name__} came out of load()")
@@ -323,11 +275,18 @@ def check_sound(value: Any, seen: set[int]) -> None:
 def check_way_back(value: Any) -> None:
     """Raise if the object changes when it is saved and loaded."""
     once = save_bytes(value)
-    again = save_bytes(torch_checkpoint.load(once, float64=mx.float64))
+    again = save_bytes(torch_checkpoint.load(once))
     # Compare byte counts, because sets, and so memo indices, may be reordered.
     counts = [collections.Counter(unpack(x)["archive/data.pkl"]) for x in (once, again)]
     if counts[0] != counts[1]:
         raise AssertionError("save() and load() changed the object")
+
+
+def check_sound_copy(data: bytes) -> None:
+    """Raise if the object differs after its lazy tensors were copied."""
+    once = save_bytes(torch_checkpoint.shapes(data))
+    if once != save_bytes(torch_checkpoint.shapes(once)):
+        raise AssertionError("save() changed the lazy tensors")
 
 
 def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
@@ -336,6 +295,8 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
     if isinstance(expected, torch.device):
         made = type(expected)(*value.args)
         return value.path != f"torch.{made.__class__.__name__}" or made != expected
+    if isinstance(expected, torch.Size):
+        return plain_value(value) != tuple(expected)
     if isinstance(expected, torch.Tensor) and isinstance(value, Placeholder):
         return expected.layout is torch.strided  # sparse tensors become placeholders
     if isinstance(value, Placeholder):  # PyTorch refuses all but names
@@ -354,9 +315,8 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
         )
     if isinstance(expected, (list, tuple)):
         pairs = zip(value, expected, strict=False)
-        is_size = isinstance(expected, torch.Size)
-        is_same = len(value) == len(expected) and is_size == (type(value) is TorchSize)
-        return not is_same or any(differs_from_torch(a, b, torch) for a, b in pairs)
+        differs = any(differs_from_torch(a, b, torch) for a, b in pairs)
+        return len(value) != len(expected) or differs
     return (
         value != expected
         if isinstance(expected, set)
@@ -367,11 +327,11 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
 def judge(data: bytes, torch: Any = None) -> str:
     """Return "refused", "loaded" or "same as torch"; raise if the mutant fails."""
     try:
-        value = torch_checkpoint.load(data, Limits(**LIMITS))
+        value = torch_checkpoint.load(data)
     except CheckpointError:
         return "refused"
-    torch_checkpoint.shapes(data, Limits(**LIMITS))
     check_sound(value, set())
+    check_sound_copy(data)
     check_way_back(value)
     if torch is None:
         return "loaded"
@@ -400,16 +360,10 @@ def peak_memory(reset: bool = False) -> float:
 
 
 def run(args: argparse.Namespace, torch: Any) -> collections.Counter[str]:
-    def too_slow(*_: Any) -> None:
-        raise TimeoutError(f"a file took over {args.seconds} s")
-
-    # Measure CPU time, because the machine may be busy with other work.
-    signal.signal(signal.SIGPROF, too_slow)
     outcomes: collections.Counter[str] = collections.Counter()
     slowest = largest = (0.0, "")
     for i, (how, data) in enumerate(mutants(args.mutants, args.seed)):
         before, start = peak_memory(reset=True), time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, args.seconds)
         try:
             outcome = judge(data, torch)
             grown = peak_memory() - before
@@ -421,8 +375,6 @@ def run(args: argparse.Namespace, torch: Any) -> collections.Counter[str]:
             kept = Path(f"fuzz_failure_{args.seed}_{i}.pt")
             kept.write_bytes(data)
             print(f"FAILURE {kept} ({how}): {type(error).__name__}: {error}")
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
         outcomes[outcome] += 1
         slowest = max(slowest, (time.process_time() - start, how))
     print("slowest {:.2f} s ({}), largest {:.0f} MB ({})".format(*slowest, *largest))
@@ -433,7 +385,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=int, default=20, help="limit per file")
     parser.add_argument("--megabytes", type=int, default=200, help="limit per file")
     args = parser.parse_args()
     try:

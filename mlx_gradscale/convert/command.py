@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
-from ..commands import EXPECTED, LIMITS, read_limits, run_command
+from ..commands import EXPECTED, run_command
 from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
 from ..files.text import align, list_some, printable
@@ -111,8 +111,6 @@ def parser() -> argparse.ArgumentParser:
         ("--drop", "PATTERN", "ignore the PyTorch tensors that match a shell pattern"),
         ("--accept", "SETTING", "ignore an optimizer setting in which PyTorch and MLX "
          "differ; the error about the difference names the setting"),
-        ("--limit", "NAME=NUMBER", "set a limit of the reader: "
-         f"{' or '.join(LIMITS)}"),
     ):  # fmt: skip
         kind = _pair if flag in ("--rename", "--layout") else str
         add(flag, action="append", default=[], metavar=form, type=kind, help=text)
@@ -163,7 +161,6 @@ def _options(arguments: argparse.Namespace) -> Options:
         names=names,
         optimizer=arguments.optimizer,
         accept=tuple(arguments.accept),
-        limits=read_limits(arguments.limit),
     )
 
 

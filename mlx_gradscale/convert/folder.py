@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_folder, temporary_folder
 from ..files.paths import LONGEST_JSON, check_file, open_file, read_json
 from ..files.text import list_some
-from ..torch_checkpoint import Limits
+from . import old_checkpoint as torch_checkpoint
+from .old_checkpoint import Limits
 from .tree import ConvertError, is_tensor
 
 # Transformers' step and epoch counts. No other JSON file changes during training.

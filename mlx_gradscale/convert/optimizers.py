@@ -14,9 +14,9 @@ import mlx.optimizers as optim
 
 from ..checkpoint import Checkpoint
 from ..files.text import dtype_name, list_some
-from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
+from .old_checkpoint import TensorShape
 from .optimizer_table import (
     IGNORED,
     SCHEDULED,

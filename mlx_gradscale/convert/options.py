@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..torch_checkpoint import Limits
+from .old_checkpoint import Limits
 
 
 @dataclass(frozen=True)

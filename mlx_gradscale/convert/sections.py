@@ -7,8 +7,8 @@ from typing import Any
 
 from ..core.scale import TORCH_KEYS
 from ..files.text import dtype_name, list_some
-from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
+from .old_checkpoint import Placeholder
 from .tree import ConvertError, Path, find_key, get, is_tensor, show, walk
 
 SECTIONS = ("model", "optimizer", "scaler")

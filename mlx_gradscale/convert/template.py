@@ -10,11 +10,11 @@ import mlx.nn as nn
 
 from ..core.scale import DEFAULTS, from_state_dict, to_state_dict
 from ..files.text import list_some
-from ..torch_checkpoint import TensorShape
 from . import optimizers
 from .folder import trainer_state
 from .groups import Group, read_groups
 from .names import Plan, make_plan
+from .old_checkpoint import TensorShape
 from .options import Options
 from .order import Order
 from .sections import Sections, find_sections

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from .. import torch_checkpoint
 from ..files.paths import check_name
-from ..torch_checkpoint import Limits
+from . import old_checkpoint as torch_checkpoint
 from . import optimizers
 from .folder import read_torch
 from .layouts import Entry
+from .old_checkpoint import Limits
 from .options import Options
 from .sections import find_sections
 from .template import Template, make_template

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.text import dtype_name, list_some
-from ..torch_checkpoint import Placeholder, TensorShape, plain_value
+from .old_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
 

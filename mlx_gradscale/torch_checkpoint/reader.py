@@ -1,54 +1,43 @@
 """``load`` and ``shapes``: read the zip and legacy formats of ``torch.save``."""
 
 import io
-import mmap
 import os
-import stat
 import struct
 import zipfile
-import zlib
-from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
-
-from .limits import CheckpointError, Limits, check
-from .tensors import Record, TensorReader, check_sum
-from .unpickler import Unpickler
+from .objects import CheckpointError, check
+from .source import Record, Source
+from .tensors import Tensor, read_all
+from .tree import check_tree, replace_tensors
+from .unpickler import MAX_PICKLE, Unpickler
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-# Bytes of the pickle, and of the zip directory, that count as one operation.
-_PICKLE, _DIRECTORY = 8, 5
+# Tensors may be this many times larger than the file, plus 1 MiB.
+_MAX_FACTOR = 4
+# zipfile takes about 15 times the size of a zip directory.
+_MAX_DIRECTORY = 2**25
 File = str | os.PathLike[str] | bytes
-_Find = Callable[[str], Record]
 
 
-def load(
-    file: File, limits: Limits | None = None, *, float64: mx.Dtype | None = None
-) -> Any:
+def load(file: File) -> Any:
     """Read a ``torch.save`` file without PyTorch and without executing its contents.
 
     Each tensor becomes an ``mx.array``. Tensors that share a storage share memory, and
-    a tensor that appears twice becomes one array. A ``Parameter``, or a tensor
-    with ``requires_grad``, becomes a ``TorchTensor``; other tensor attributes are
-    dropped. Dtypes, devices and objects of other classes become a ``Placeholder``.
+    a tensor that appears twice becomes one array. float64 arrays can be used only on
+    the CPU. Dtypes, devices and objects of other classes become a ``Placeholder``.
 
     Args:
-        file (str, PathLike or bytes): A path, or the contents of a file. Do not
-            truncate the file while it is read.
-        limits (Limits, optional): Limits on memory and work.
-        float64 (Dtype, optional): The dtype to convert float64 tensors to. MLX supports
-            float64 only on the CPU, so such tensors are an error by default.
-            ``mx.float32`` rounds them, and ``mx.float64`` keeps them. complex128
-            tensors are always an error.
+        file (str, PathLike or bytes): A path, or the contents of a file.
 
     Returns:
         The object in the file.
 
     Raises:
-        CheckpointError: If the file is damaged, hostile or unsupported.
+        CheckpointError: If the file is damaged, hostile or unsupported, or a tensor has
+            a dtype that MLX does not have.
         OSError: If the file cannot be opened.
 
     Example:
@@ -60,15 +49,31 @@ def load(
         >>> torch_checkpoint.load(file.getvalue())["epoch"]
         3
     """
-    return _read(file, limits, float64=float64, only_shapes=False)
+    tree = shapes(file)
+    leaves: dict[Tensor, tuple[Any, ...]] = {}
+    replace_tensors(tree, lambda path, leaf: leaves.setdefault(leaf, path))
+    for leaf, path in leaves.items():
+        if leaf.mlx_dtype is None:
+            place = "".join(f"[{key!a:.80}]" for key in path[:20])
+            raise CheckpointError(
+                f"obj{place} has the dtype {f'torch.{leaf.dtype}'!a}, which MLX does "
+                "not have. Convert the tensor in PyTorch and save again, or read the "
+                "rest of the file with shapes()."
+            )
+    arrays = dict(zip(leaves, read_all(leaves), strict=True))
+    return replace_tensors(tree, lambda path, leaf: arrays[leaf])
 
 
-def shapes(file: File, limits: Limits | None = None) -> Any:
-    """Read a file like ``load``, but with a ``TensorShape`` in place of each tensor.
+def shapes(file: File) -> Any:
+    """Read a file like ``load``, but with a lazy ``Tensor`` in place of each tensor.
+
+    A ``Tensor`` has a ``shape``, a ``dtype`` and flags, and its ``read()`` returns the
+    ``mx.array``. ``save`` copies its bytes, whatever their dtype, and preserves shared
+    storages, strides and flags; so this is also the way to edit a file without loss.
 
     Args:
-        file (str, PathLike or bytes): A path, or the contents of a file.
-        limits (Limits, optional): Limits on memory and work.
+        file (str, PathLike or bytes): A path, or the contents of a file. Do not
+            change the file as long as tensors of it are used; replacing it is safe.
 
     Example:
 
@@ -79,46 +84,33 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(file, limits, float64=None, only_shapes=True)
-
-
-def _read(file: File, limits: Limits | None, **options: Any) -> Any:
-    limits = limits or Limits()
-    if isinstance(file, (bytes, bytearray)):
-        return _read_data(
-            TensorReader(memoryview(bytes(file)), None, limits, **options)
-        )
-    shown = os.fspath(file)
-    check(
-        not os.path.exists(os.path.join(file, ".metadata")),
-        f"{shown} is a folder of torch.distributed.checkpoint. Convert it to a file "
-        "with: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-        f"{shown} FILE",
-    )
-    # Opening a pipe would wait for a writer.
-    check(
-        stat.S_ISREG(os.stat(file).st_mode),
-        f"{shown} is not a regular file. Pass the path of a file that torch.save() "
-        "wrote.",
-    )
-    with open(file, "rb") as opened:
-        descriptor, data = opened.fileno(), memoryview(b"")
-        if os.fstat(descriptor).st_size:  # an empty file cannot be mapped
-            data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        return _read_data(TensorReader(data, descriptor, limits, **options))
-
-
-def _read_data(tensors: TensorReader) -> Any:
-    is_zip = bytes(tensors.data[:4]) == b"PK\x03\x04"
-    is_known = is_zip or bytes(tensors.data[:1]) == b"\x80"
+    source = Source(file)
+    is_zip = source.read(0, 4) == b"PK\x03\x04"
+    is_known = is_zip or source.read(0, 1) == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote. Check the path.")
-    value, find = (_read_zip if is_zip else _read_legacy)(tensors)
-    tensors.read(find)
+    value, unpickler = (_read_zip if is_zip else _read_legacy)(source)
+    check_tree(value)
+    stored = sum(x.nbytes for x in unpickler.storages.values())
+    check(stored <= source.size, "The file is damaged: its records overlap.")
+    viewed = {
+        (x.storage, x.dtype): x.storage.nbytes for x in unpickler.tensors.values()
+    }
+    # Views may repeat elements, and a storage is read once for each dtype.
+    for nbytes in (
+        sum(x.nbytes for x in unpickler.tensors.values()),
+        sum(viewed.values()),
+    ):
+        check(
+            nbytes <= _MAX_FACTOR * source.size + 2**20,
+            f"the tensors have {nbytes:,} bytes, which is more than {_MAX_FACTOR} "
+            "times the size of the file. Call .contiguous() on expanded tensors in "
+            "PyTorch and save again.",
+        )
     return value
 
 
-def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
-    data, entries = tensors.data, _zip_entries(tensors.data, tensors.limits)
+def _read_zip(source: Source) -> tuple[Any, Unpickler]:
+    entries = _zip_entries(source)
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
@@ -130,14 +122,16 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
     def find(name: str) -> Record:
         problem = f"The file has no record {name[:80]!a}. Copy or save it again."
         check(folder + name in entries, problem)
-        return _record(data, entries[folder + name])
+        return _record(source, entries[folder + name])
 
     def read(name: str) -> bytes:
-        start, size, checksum = find(name)
-        tensors.limits.spend(size // _PICKLE)
-        content = bytes(data[start : start + size])
-        check_sum(zlib.crc32(content), checksum)
-        return content
+        record = find(name)
+        check(
+            record.nbytes <= MAX_PICKLE,
+            f"The pickle has more than {MAX_PICKLE:,} bytes. Save large values as "
+            "tensors.",
+        )
+        return b"".join(record.pieces())
 
     check(
         folder + "byteorder" not in entries or read("byteorder") == b"little",
@@ -145,30 +139,32 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
         "little-endian machine and save it again.",
     )
     stream = io.BytesIO(read("data.pkl"))
-    value = Unpickler(stream, tensors).read()
+    unpickler = Unpickler(stream, lambda key: find(f"data/{key}"))
+    value = unpickler.read_pickle()
     problem = "There is data after the end of the pickle. Copy the file again."
     check(not stream.read(1), problem)
-    return value, lambda key: find(f"data/{key}")
+    return value, unpickler
 
 
-class _Counted:
-    """Wrap a file, to count the bytes that are read before reading them."""
+class _Limited:
+    """A file for zipfile, which reads the whole directory in one call."""
 
-    def __init__(self, file: Any, limits: Limits, per_operation: int) -> None:
-        self._file, self._limits, self._per_operation = file, limits, per_operation
+    def __init__(self, file: Any) -> None:
+        self._file = file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def read(self, *size: int) -> bytes:
-        self._limits.spend(sum(size) // self._per_operation)
-        return self._file.read(*size)  # type: ignore[no-any-return]
+    def read(self, size: int = -1) -> Any:
+        # A longer directory is cut off, which zipfile reports.
+        return self._file.read(
+            min(size, _MAX_DIRECTORY) if size >= 0 else _MAX_DIRECTORY
+        )
 
 
-def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]:
-    file = data.obj if isinstance(data.obj, mmap.mmap) else io.BytesIO(data)
+def _zip_entries(source: Source) -> dict[str, zipfile.ZipInfo]:
     try:
-        with zipfile.ZipFile(_Counted(file, limits, _DIRECTORY)) as archive:
+        with source.open() as file, zipfile.ZipFile(_Limited(file)) as archive:
             infos = archive.infolist()
     except CheckpointError:
         raise
@@ -182,7 +178,7 @@ def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]
     return entries
 
 
-def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
+def _record(source: Source, info: zipfile.ZipInfo) -> Record:
     """Return the location of a zip record; raise if it is compressed or damaged."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
@@ -191,46 +187,43 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
         f"The record {name} is compressed or encrypted. Load the file in PyTorch and "
         "save it again.",
     )
-    header = bytes(data[info.header_offset :][: _LOCAL_HEADER.size])
+    is_inside = 0 <= info.header_offset <= source.size
+    header = source.read(info.header_offset, _LOCAL_HEADER.size) if is_inside else b""
     is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
-    check(
-        is_header and info.header_offset >= 0,
-        f"The record {name} has a damaged header. Copy the file again.",
-    )
+    check(is_header, f"The record {name} has a damaged header. Copy the file again.")
     *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     start = info.header_offset + len(header) + name_size + extra_size
-    is_whole = start + info.file_size <= data.nbytes
+    is_whole = start + info.file_size <= source.size
     check(is_whole, f"The record {name} is cut off. Copy the file again.")
-    return Record(start, info.file_size, info.CRC)
+    return Record(source, start, info.file_size, info.CRC)
 
 
-def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
+def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
-    data, values = tensors.data, []
-    most = _PICKLE * max(0, tensors.limits.operations)
-    # The lengths of the pickles are not known, so count what is read.
-    stream: Any = _Counted(io.BytesIO(data[:most]), tensors.limits, _PICKLE)
+    stream, values = io.BytesIO(source.read(0, MAX_PICKLE)), []
+    unpickler = Unpickler(stream, lambda key: None)
     for expected in (_MAGIC, _VERSION, None, None, None):
-        values.append(Unpickler(stream, tensors).read())
+        values.append(unpickler.read_pickle())
         is_known = type(values[-1]) is int and values[-1] == expected
         check(is_known or not expected, "torch.save() did not write this pickle.")
     *_, value, keys = values
+    storages = unpickler.storages
     is_list = type(keys) is list and all(type(key) is str for key in keys)
     check(
-        is_list and sorted(keys) == sorted(tensors.storages),
+        is_list and sorted(keys) == sorted(storages),
         "The file is damaged: its storages do not match its tensors. Copy it again.",
     )
-    records, at = {}, stream.tell()
+    at = stream.tell()
     for key in keys:
-        storage = tensors.storages[key]
-        count = int.from_bytes(data[at : at + 8], "little", signed=True)
-        records[key] = Record(at + 8, storage.nbytes, None)
-        fits = count == storage.numel and at + 8 + storage.nbytes <= data.nbytes
-        check(fits, "The file is damaged: a storage has the wrong size. Copy it again.")
+        storage = storages[key]
+        count = int.from_bytes(source.read(at, 8), "little", signed=True)
+        storage.data = Record(source, at + 8, storage.nbytes, None)
         at += 8 + storage.nbytes
-    check(at == data.nbytes, "The file has data after the last storage. Copy it again.")
-    return value, records.__getitem__
+        fits = count == storage.numel and at <= source.size
+        check(fits, "The file is damaged: a storage has the wrong size. Copy it again.")
+    check(at == source.size, "The file has data after the last storage. Copy it again.")
+    return value, unpickler

@@ -1,42 +1,31 @@
 """Write an object to a file that ``torch.load`` reads."""
 
 import codecs
-import fcntl
 import io
 import os
 import pickle
-import secrets
-import shutil
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from .foreign import (
-    DefaultDict,
-    Placeholder,
-    TensorShape,
-    TorchSize,
-    TorchTensor,
-    dtype_name,
-)
-from .limits import Limits
-from .tensors import STORAGES, UNTYPED, Storage, bytes_of, row_strides
-from .unpickler import TENSOR_SHAPE, check_tree
-
-Array = mx.array | np.ndarray[Any, Any]
+from .atomic import atomic_write
+from .objects import Placeholder
+from .tensors import STORAGES, Storage, Tensor
+from .tree import check_tree
+from .unpickler import UNTYPED
 
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
-_CHUNK = 2**22
-_TEMPORARY = f".torch_checkpoint-{'[0-9a-f]' * 16}.tmp"
-_CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
+_CLASSES: dict[str | None, str] = {
+    dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()
+}
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
@@ -45,19 +34,18 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     ``torch.load`` reads the file; types that PyTorch does not consider safe need
     ``weights_only=False``. Arrays become CPU tensors, and an array that appears twice
-    is stored once. Only this library reads objects with ``TensorShape`` leaves.
+    is stored once.
 
     Args:
         file (str, PathLike or file): A path, where the new file atomically replaces an
-            existing one and keeps its permissions, or a writable binary file.
+            existing one, or a writable binary file.
         obj (Any): Dicts, lists, tuples and sets of arrays (``mx.array`` or
             ``numpy.ndarray``), numbers, strings, bytes and None; or results of ``load``
             and ``shapes``.
 
     Raises:
         TypeError: If ``obj`` contains a value of another type. The message says where.
-        CheckpointError: If ``obj`` contains itself, is too deep, or contains an integer
-            that is too long for ``load``.
+        CheckpointError: If ``obj`` contains itself or is too deep.
 
     Example:
 
@@ -68,8 +56,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
-    # Larger than the default, because obj may have been read with a raised limit.
-    check_tree(obj, Limits(operations=10**8), TypeError)
+    check_tree(obj, TypeError)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:
@@ -79,11 +66,11 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file if the name is ASCII.
         stem = Path(file).stem
-        with _replace(Path(file)) as raw:
-            folder = stem if stem and stem.isascii() else "archive"
-            _write_zip(raw, folder, buffer.getvalue(), pickler.arrays)
+        folder = stem if stem and stem.isascii() else "archive"
+        with atomic_write(file) as raw:
+            _write_zip(raw, folder, buffer.getvalue(), pickler.storages)
     elif hasattr(file, "write"):
-        _write_zip(file, "archive", buffer.getvalue(), pickler.arrays)
+        _write_zip(file, "archive", buffer.getvalue(), pickler.storages)
     else:
         raise TypeError(
             f"Expected a path or a writable binary file, got {type(file).__name__}. "
@@ -91,42 +78,12 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         )
 
 
-@contextmanager
-def _replace(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` at the end of the block.
-
-    Meanwhile, a shared lock on the folder is held. If a writer gets an exclusive lock,
-    no other writer is active, so it removes the files that killed writers left.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise OSError(f"{path} is not a regular file. Pass the path of a file.")
-    temporary = target.with_name(f".torch_checkpoint-{secrets.token_hex(8)}.tmp")
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # another writer holds the lock
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for leftover in target.parent.glob(_TEMPORARY):
-                leftover.unlink()
-        with suppress(OSError):  # some network disks do not support locks
-            fcntl.flock(folder, fcntl.LOCK_SH)
-        with open(temporary, "xb") as file:
-            with suppress(OSError):  # the target may not exist
-                shutil.copymode(target, temporary)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        os.fsync(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
-        os.close(folder)
-
-
-def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) -> None:
+def _write_zip(
+    file: BinaryIO, folder: str, data: bytes, storages: Iterable[Storage]
+) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
-        def add(name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
+        def add(name: str, size: int, pieces: Iterable[bytes | memoryview]) -> None:
             info = zipfile.ZipInfo(f"{folder}/{name}")
             is_wide = size >= 2**30
             # An extra field fills the gap before the data, as in PyTorch.
@@ -134,31 +91,16 @@ def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) ->
             gap = -(archive.start_dir + header) % _ALIGNMENT
             info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
             with archive.open(info, "w", force_zip64=is_wide) as record:
-                for chunk in chunks:
-                    record.write(chunk)
+                for piece in pieces:
+                    record.write(piece)
 
         add("data.pkl", len(data), [data])
         add(".format_version", 1, [b"1"])
         add(".storage_alignment", 2, [b"%d" % _ALIGNMENT])
         add("byteorder", 6, [b"little"])
-        for number, array in enumerate(arrays):
-            add(f"data/{number}", array.nbytes, _chunks(array))
+        for number, storage in enumerate(storages):
+            add(f"data/{number}", storage.nbytes, storage.pieces())
         add("version", 2, [b"3\n"])
-
-
-def _chunks(array: Array) -> Iterator[memoryview]:
-    """Yield the bytes of an array in row-major order, little-endian."""
-    if isinstance(array, mx.array):
-        with mx.stream(mx.cpu):
-            array = mx.contiguous(array)
-            if array.dtype == mx.bfloat16:  # numpy has no bfloat16: write its bits
-                array = array.view(mx.uint16)
-        mx.eval(array)
-    else:
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    data = bytes_of(array).data
-    for start in range(0, len(data), _CHUNK):
-        yield data[start : start + _CHUNK]
 
 
 class _Name(Placeholder):
@@ -179,7 +121,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, 2)
-        self.arrays: list[Array] = []
+        # Storages in the order of their keys, which are numbers.
+        self.storages: dict[Storage, str] = {}
         self._names: dict[tuple[str, str], _Name] = {}
 
     def _name(self, module: str, name: str) -> _Name:
@@ -190,44 +133,31 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         """Return PyTorch's description of a storage, or None for other objects."""
         if type(obj) is not Storage:
             return None
-        kind = _CLASSES.get(obj.dtype or "", UNTYPED[0])
-        name = self._name(*kind.rsplit(".", 1))
-        return "storage", name, obj.key, "cpu", obj.numel
+        key = self.storages.setdefault(obj, str(len(self.storages)))
+        kind = self._name(*_CLASSES.get(obj.dtype, UNTYPED[0]).rsplit(".", 1))
+        return "storage", kind, key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the call that rebuilds an object, or NotImplemented by default."""
-        kind = type(obj)
-        if kind is TensorShape:
-            return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
-        if kind is TorchSize:
-            return self._name("torch", "Size"), (tuple(obj),)
-        if kind is DefaultDict:
-            args = () if obj.factory is None else (obj.factory,)
-            function = self._name("collections", "defaultdict")
-            return function, args, None, None, iter(obj.items())
-        if kind is bytes and not obj:
+        if type(obj) is bytes and not obj:
             # Python writes bytes(), which weights_only=True does not read.
             return codecs.encode, ("", "latin1")
-        if kind is TorchTensor and obj.is_parameter:
-            data = TorchTensor(obj, False, False)
+        if isinstance(obj, (mx.array, np.ndarray)):
+            return self._reduce_tensor(Tensor.of(obj))
+        if type(obj) is Tensor and obj.is_parameter:
+            data = replace(obj, requires_grad=False, is_parameter=False)
             function = self._name("torch._utils", "_rebuild_parameter")
             return function, (data, obj.requires_grad, OrderedDict())
-        if isinstance(obj, (mx.array, np.ndarray)):
-            return self._reduce_tensor(obj)
-        return NotImplemented
+        return self._reduce_tensor(obj) if type(obj) is Tensor else NotImplemented
 
-    def _reduce_tensor(self, array: Array) -> Any:
-        dtype, key = dtype_name(array), str(len(self.arrays))
-        self.arrays.append(array)
-        shape, hooks = tuple(array.shape), OrderedDict()  # type: ignore[var-annotated]
-        flag = getattr(array, "requires_grad", False)
-        if dtype in _CLASSES:
-            storage = Storage(key, dtype, array.size)
-            args = storage, 0, shape, row_strides(shape), flag, hooks
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        view = tensor.storage, tensor.offset, tensor.shape, tensor.strides
+        args = *view, tensor.requires_grad, hooks
+        if tensor.storage.dtype:
             return self._name("torch._utils", "_rebuild_tensor_v2"), args
-        storage, kind = Storage(key, None, array.nbytes), self._name("torch", dtype)
-        more = storage, 0, shape, row_strides(shape), flag, hooks, kind
-        return self._name("torch._utils", "_rebuild_tensor_v3"), more
+        kind = self._name("torch", tensor.dtype)
+        return self._name("torch._utils", "_rebuild_tensor_v3"), (*args, kind)
 
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.torch_checkpoint import TorchSize
+from mlx_gradscale.torch_checkpoint import plain_value
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "torch"
 CONTENTS = runpy.run_path(str(GOLDEN / "make_golden.py"))
@@ -57,9 +57,11 @@ def assert_equals_torch(actual: Any, expected: Any, where: str = "obj") -> None:
             assert_equals_torch(actual[key], expected[key], f"{where}[{key!r}]")
         if isinstance(expected, OrderedDict) and hasattr(expected, "_metadata"):
             assert actual._metadata == expected._metadata
+    elif isinstance(expected, torch.Size):
+        assert actual.path == "torch.Size", where
+        assert plain_value(actual) == tuple(expected), where
     elif isinstance(expected, (list, tuple)):
-        is_size = isinstance(expected, torch.Size)
-        assert type(actual) is (TorchSize if is_size else type(expected)), where
+        assert type(actual) is type(expected), where
         assert len(actual) == len(expected), where
         for i, item in enumerate(expected):
             assert_equals_torch(actual[i], item, f"{where}[{i}]")

@@ -157,11 +157,10 @@ def test_object_of_an_unknown_class_stays_a_placeholder_with_its_name(kind, says
     assert plain_value(found) is found
 
 
-def test_torch_size_is_a_tuple_and_is_saved_as_a_torch_size():
+def test_torch_size_survives_a_round_trip():
     sizes = [torch.Size([2, 3]), torch.Size([]), {torch.Size([4]): 1}]
     found = torch_checkpoint.load(torch_bytes(sizes))
-    assert found == [(2, 3), (), {(4,): 1}]
-    assert isinstance(found[0], tuple)
+    assert [plain_value(size) for size in found[:2]] == [(2, 3), ()]
     back = torch.load(io.BytesIO(save_bytes(found)), weights_only=True)
     assert back == sizes
     assert type(back[0]) is type(next(iter(back[2]))) is torch.Size

@@ -1,4 +1,4 @@
-"""Every way a file can lie is met with a ``CheckpointError``, soon and in bounds."""
+"""Files that are damaged or hostile raise a ``CheckpointError``."""
 
 import copy
 import gzip
@@ -16,7 +16,6 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
     CheckpointError,
-    Limits,
     Placeholder,
     plain_value,
     unpickler,
@@ -28,6 +27,7 @@ from tests.support.torch_files import (
     name,
     pack,
     pickled,
+    records,
     save_bytes,
     storage,
     tensor,
@@ -38,9 +38,9 @@ ZIP = (GOLDEN / "zip.pt").read_bytes()
 LEGACY = (GOLDEN / "legacy.pt").read_bytes()
 
 
-def refused(data: bytes, says: str, **options) -> None:
+def refused(data: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
-        torch_checkpoint.load(data, **options)
+        torch_checkpoint.load(data)
 
 
 # The pickle.
@@ -76,9 +76,11 @@ def test_unknown_names_become_placeholders_and_are_never_called(path):
 @pytest.mark.parametrize(
     "function", ["_rebuild_qtensor", "_rebuild_of_tomorrow", "__globals__"]
 )
-def test_unknown_function_that_takes_a_storage_is_refused(function):
-    called = name("torch._utils", function) + storage() + b"\x85R"
-    refused(pickled(called), "Storage, which a checkpoint cannot hold")
+def test_storage_of_an_unknown_function_is_kept_for_the_way_back(function):
+    data = pickled(name("torch._utils", function) + storage() + b"\x85R")
+    found = torch_checkpoint.load(data)
+    assert found.path == f"torch._utils.{function}"
+    assert records(save_bytes(found))["data/0"] == bytes(16)
 
 
 @pytest.mark.parametrize("path", [("", "x"), ("x", ""), ("x", "y..z"), ("x", "a\x1bb")])
@@ -116,15 +118,17 @@ def test_loading_a_hostile_pickle_runs_no_code(tmp_path, protocol):
 
 
 def test_unsupported_opcodes_are_refused():
-    refused_names = {op.name for op in pickletools.opcodes} - {*unpickler._ACTIONS}
+    refused_names = {
+        op.name for op in pickletools.opcodes if ord(op.code) not in unpickler._ACTIONS
+    }
     assert refused_names == {
         *("INT", "LONG", "FLOAT", "STRING", "UNICODE"),
         *("LIST", "DICT", "DUP", "PUT", "GET"),
         *("EXT1", "EXT2", "EXT4", "OBJ", "INST", "NEWOBJ_EX"),
-        *("PERSID", "NEXT_BUFFER", "READONLY_BUFFER", "STOP"),
+        *("PERSID", "NEXT_BUFFER", "READONLY_BUFFER"),
     }
     for op in pickletools.opcodes:
-        if op.name in refused_names - {"STOP"}:
+        if op.name in refused_names:
             refused(pickled(op.code.encode("latin1")), "not an instruction")
     refused(pickled(b"\xff"), r"b'\\xff' is not an instruction")
 
@@ -137,12 +141,12 @@ Y = name("x", "Y")
 @pytest.mark.parametrize(
     ("opcodes", "says"),
     [
-        (b"", "does not end with one complete object"),
+        (b"", "damaged or cut off"),
         (b"(N", "does not end with one complete object"),
-        (b"t", "empty stack"),
-        (b"K\x01\x86", "empty stack"),
-        (b"a", "empty stack"),
-        (b"0", "empty stack"),
+        (b"t", "damaged or cut off"),
+        (b"K\x01\x86", "damaged or cut off"),
+        (b"a", "damaged or cut off"),
+        (b"0", "damaged or cut off"),
         (b"NNa", "type NoneType"),
         (b"N(NNu", "type NoneType"),
         (b"N(N\x90", "type NoneType"),
@@ -150,16 +154,16 @@ Y = name("x", "Y")
         (Y + b")R(NNNu", "without a value"),
         (b"}]Ns", "key or set member has type list"),
         (b"}}" + text("x") + b"NsbN", "type dict"),
-        (b"h\x05", "object 5 is not in the pickle"),
-        (b"Nq\x05h\x03", "object 3 is not in the pickle"),
+        (b"h\x05", "index 5"),
+        (b"Nq\x05h\x03", "index 3"),
         (b"X\xff\xff\xff\x7f", "cut off"),
         (b"\x8d" + b"\xff" * 8, "cut off"),
         (b"J\x01", "cut off"),
         (b"X\x01\x00\x00\x00\xff", "utf-8"),
         (b"\x95\xff", "cut off"),
-        (b"\x80\x06", "protocol 6"),
-        (b"cno newline", "does not end"),
-        (b"c" + b"x" * 2000 + b"\n", "does not end"),
+        (b"\x80\x06", "protocol: 6"),
+        (b"cno newline", "not a class or function"),
+        (b"c" + b"x" * 2000 + b"\n", "too long"),
         (b"NQ", "is not a storage"),
         (b"NNR", "calls NoneType"),
         (Y + b"N\x81", "with NoneType"),
@@ -169,30 +173,17 @@ Y = name("x", "Y")
         (ENCODE + text("x") + text("rot13") + b"\x86R", "not valid Latin-1"),
         (ENCODE + text("€") + text("latin1") + b"\x86R", "not valid Latin-1"),
         (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
-        (name("collections", "defaultdict") + b"K\x01\x85R", WRONG),
         (name("collections", "Counter") + b"]\x85R", WRONG),
         (name("__builtin__", "set") + text("ab") + b"\x85R", WRONG),
         (name("__builtin__", "set") + b"]]\x86R", WRONG),
-        (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
-        (
-            name("torch", "Size") + b"(" + b"K\x01" * 65 + b"t\x85R",
-            "too many or invalid",
-        ),
-        (name("torch", "Size") + b"N\x85\x85R", "too many or invalid"),
-        (storage(), "has type Storage, which a checkpoint cannot hold"),
         (ORDERED + b")R}" + text("items") + b"Nsb", "type OrderedDict"),
         (b"]q\x00h\x00a", "contains itself"),
         (b"}q\x00" + text("x") + b"h\x00s", "contains itself"),
         (b"]q\x00h\x00\x85a", "contains itself"),
         (ORDERED + b")Rq\x00}" + text("_metadata") + b"h\x00sb", "contains itself"),
-        (b"\x8b\x08\x07\x00\x00" + b"\x01" * 1800, "over 14000 bits"),
         (b"N" + b"\x85" * 129, DEEP),
         # A shared container counts where it is deepest.
         (b"N" + b"\x85" * 100 + b"q\x00h\x00" + b"\x85" * 100 + b"\x86", DEEP),
-        # Placeholders in the state of the one before, and called with the one before.
-        (Y + (Y + b"\x85R") * 200, DEEP),
-        (b"".join(name("x", str(i)) for i in range(200)) + b"b" * 199, DEEP),
-        (b"(" + Y + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200 + b"t", DEEP),
     ],
 )
 def test_malformed_pickles_are_refused(opcodes, says):
@@ -233,9 +224,9 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(shape=(2**31,), strides=(0,)), "too large"),
         (tensor(shape=(2**31 - 1,) * 3, strides=(0,) * 3), "too large"),
         (tensor(shape=(0,) + (2**31 - 1,) * 3, strides=(0,) * 4), "too large"),
-        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "limits.tensor_bytes"),
+        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "more than 4 times"),
         (tensor(of=storage(numel=5)), "should have 20 bytes but has 16"),
-        (tensor(of=storage(numel=2**62)), "storage of over 2147483647"),
+        (tensor(of=storage(numel=2**62)), "bytes but has 16"),
         (tensor(of=storage(numel=-4)), "unknown way"),
         (tensor(of=storage(key="1")), "no record"),
         (tensor(of=storage(key="../../etc/passwd")), "no record"),
@@ -244,7 +235,7 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(of=storage(kind="QInt8Storage")), r"QInt8Storage.*\.dequantize\(\)"),
         (tensor(of=b"N"), WRONG),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
-        (tensor(of=storage(kind="UntypedStorage")), "no known dtype"),
+        (tensor(of=storage(numel=16, kind="UntypedStorage")), "no known dtype"),
         (tensor(metadata=b"}" + text("neg") + b"\x88s"), r"\.resolve_neg\(\)"),
         (tensor(metadata=b"]"), WRONG),
         (
@@ -273,7 +264,6 @@ SCALAR = name("numpy._core.multiarray", "scalar")
         name("torch._utils", "_rebuild_parameter") + ONE + ONE + b"\x86R",
         name("torch._utils", "_rebuild_tensor_v2") + b"(" + ONE * 7 + b"tR",
         name("torch._tensor", "_rebuild_from_type_v2") + b"(" + ONE * 4 + b"tR",
-        name("mlx_gradscale.torch_checkpoint", "TensorShape") + ONE + ONE + b"\x86R",
         name("numpy._core.numeric", "_frombuffer") + b"(" + ONE * 4 + b"tR",
         SCALAR
         + (name("numpy", "dtype") + text("f8") + b"\x85R(K\x03" + ONE + b"tb")
@@ -291,34 +281,6 @@ def test_tensor_in_any_position_loads_or_raises_checkpoint_error(pickle):
 def test_bool_bytes_other_than_0_and_1_are_refused():
     data = b"\x80\x02" + tensor(of=storage(kind="BoolStorage")) + b"."
     refused(pack({"data.pkl": data, "data/0": b"\x00\x01\x02\x01"}), "bool")
-
-
-PARAMETER = name("torch._utils", "_rebuild_parameter")
-VIEW = tensor(shape=(1000,), strides=(0,))
-
-
-@pytest.mark.parametrize(
-    ("pickle", "size"),
-    [
-        (VIEW, 4000),
-        # The same view again is the same array, and save() writes it once.
-        (b"(" + VIEW + VIEW + b"t", 4000),
-        (b"(" + VIEW + tensor(shape=(500,), strides=(0,)) + b"t", 6000),
-        # Each Parameter is an array of its own, even of the same view.
-        (b"(" + (PARAMETER + VIEW + b"\x88" + ORDERED + b")R\x87R") * 3 + b"t", 12000),
-        (b"(" + tensor() * 2 + tensor(shape=(3,)) + b"t", 28),
-    ],
-)
-def test_size_of_views_beyond_their_data_is_limited(pickle, size):
-    for hole in (b"", bytes(10_000)):  # only the data of tensors counts, not the file
-        contents = {"data.pkl": b"\x80\x02" + pickle + b".", "data/0": bytes(16)}
-        data = pack(contents | {"hole": hole})
-        found = torch_checkpoint.load(data, Limits(tensor_bytes=size - 16))
-        refused(data, "limits.tensor_bytes", limits=Limits(tensor_bytes=size - 17))
-        arrays = {id(x): x for x in (found if isinstance(found, tuple) else [found])}
-        assert sum(x.nbytes for x in arrays.values()) == size
-        # shapes() makes no arrays.
-        torch_checkpoint.shapes(data, Limits(tensor_bytes=0))
 
 
 def test_tensor_with_attributes_requires_a_known_function_and_class():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.torch_checkpoint import CheckpointError, TorchTensor
+from mlx_gradscale.torch_checkpoint import CheckpointError
 from tests.support.torch_files import assert_equals_torch, nested_values, torch_bytes
 
 torch = pytest.importorskip("torch")
@@ -71,21 +71,10 @@ def test_pytorch_training_state_loads_equal(options, tmp_path):
     torch.save(state, path, **options)
     loaded = torch_checkpoint.load(path)
     assert_equals_torch(loaded, state)
-    parameter = loaded["module parameters"]["0.weight"]
-    assert type(parameter) is TorchTensor
-    assert parameter.requires_grad
-    assert type(loaded["model"]["0.weight"]) is mx.array
-
-
-def test_loading_a_parameter_allocates_its_memory_once():
-    data = torch_bytes(torch.nn.Parameter(torch.ones(1_000_000)))
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    parameter = torch_checkpoint.load(data)
+    lazy = torch_checkpoint.shapes(path)
+    parameter, weight = lazy["module parameters"]["0.weight"], lazy["model"]["0.weight"]
     assert (parameter.requires_grad, parameter.is_parameter) == (True, True)
-    assert mx.get_peak_memory() - before < 1.05 * 4_000_000
-    parameter *= 2
-    assert parameter[-1].item() == 2
+    assert (weight.requires_grad, weight.is_parameter) == (False, False)
 
 
 def test_tensors_with_python_attributes_lose_only_the_attributes():
@@ -103,12 +92,12 @@ Z = torch.tensor([1 + 2j, 3 - 4j])
     [
         (Z.conj(), r"\.resolve_conj\(\)"),
         (Z.conj().imag, r"\.resolve_conj\(\)"),
-        (Z.to(torch.complex128), r"near 'z'.*complex128"),
+        (Z.to(torch.complex128), r"obj\['z'\].*complex128"),
     ],
 )
 def test_complex_tensors_that_mlx_cannot_hold_are_refused(refused, says):
     with pytest.raises(CheckpointError, match=says):
-        torch_checkpoint.load(torch_bytes({"z": refused}), float64=mx.float64)
+        torch_checkpoint.load(torch_bytes({"z": refused}))
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
@@ -121,13 +110,6 @@ def test_shared_storage_is_loaded_into_memory_once(options):
     assert mx.get_active_memory() - before < 1.05 * 4_000_000
     assert loaded[0] is loaded[4]
     assert_equals_torch(loaded, obj)
-
-
-def test_float64_is_rounded_in_chunks_as_pytorch_rounds():
-    obj = torch.randn(700_000, dtype=torch.float64)
-    obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
-    loaded = torch_checkpoint.load(torch_bytes({"x": obj}), float64=mx.float32)
-    assert_equals_torch(loaded, {"x": obj.float()})
 
 
 def test_arrays_loaded_in_another_thread_can_be_used_in_the_main_thread():

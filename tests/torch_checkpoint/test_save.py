@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError, writer
+from mlx_gradscale.torch_checkpoint.tensors import Storage
 from tests.support.torch_files import (
     assert_equals_torch,
     assert_same_bits,
@@ -79,8 +80,7 @@ def test_objects_shared_by_identity_stay_shared():
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.complex64, mx.uint8])
-def test_views_and_lazy_arrays_are_saved_bit_identically(make, dtype, monkeypatch):
-    monkeypatch.setattr(writer, "_CHUNK", 256)  # so that there are many chunks
+def test_views_and_lazy_arrays_are_saved_bit_identically(make, dtype):
     array = make(random_array((40, 30), dtype))
     back = torch_checkpoint.load(save_bytes([array]))[0]
     assert back.dtype == dtype
@@ -134,10 +134,30 @@ def test_saved_pickle_equals_the_pickle_of_pytorch_byte_for_byte():
         "leaf": torch.ones(2, requires_grad=True),
     }
     theirs = torch_bytes(obj)
-    ours = records(save_bytes(torch_checkpoint.load(theirs)))
+    ours = records(save_bytes(torch_checkpoint.shapes(theirs)))
     assert ours.items() >= {
         (key, data) for key, data in records(theirs).items() if key.startswith("data")
     }
+
+
+def test_lazy_tensors_are_saved_with_their_dtypes_storages_and_strides():
+    torch = pytest.importorskip("torch")
+    base = torch.arange(12.0)
+    obj = {
+        "views": [base.view(3, 4).T, base[::2], base[3]],
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "complex": torch.ones(2, dtype=torch.complex128),
+        "empty": torch.zeros(0, 3),
+    }
+    for is_zip in (True, False):
+        theirs = torch_bytes(obj, _use_new_zipfile_serialization=is_zip)
+        back = torch.load(io.BytesIO(save_bytes(torch_checkpoint.shapes(theirs))))
+        assert back["views"][0].data_ptr() == back["views"][1].data_ptr()
+        assert back["views"][0].stride() == (1, 4)
+        assert back["views"][2] == 3
+        assert back["float8"].dtype == torch.float8_e4m3fn
+        assert torch.equal(back["float8"].float(), torch.ones(3))
+        assert torch.equal(back["complex"], obj["complex"])
 
 
 def test_records_are_stored_and_aligned_and_pytorch_maps_them(tmp_path):
@@ -208,10 +228,6 @@ def test_save_refuses_objects_that_load_would_refuse():
         for obj in ({"x": {"y": 1}, "z": {key: 1}}, {key}):
             with pytest.raises(TypeError, match="dict key or set member has type"):
                 save_bytes(obj)
-    assert torch_checkpoint.load(save_bytes(10**4000)) == 10**4000
-    for obj in (10**4300, [-(10**4300)], {10**4300: 1}, {(1, 10**4300): 1}):
-        with pytest.raises(CheckpointError, match="over 14000 bits"):
-            save_bytes(obj)
     noted = OrderedDict()
     noted.note = "x"
     with pytest.raises(CheckpointError, match="attributes other than _metadata"):
@@ -227,7 +243,7 @@ ALONE = """
 import sys
 sys.modules["mlx_gradscale"] = None
 import copied
-copied.save("a.pt", {"size": copied.TorchSize((2, 3))})
+copied.save("a.pt", {"size": (2, 3)})
 assert copied.load("a.pt")["size"] == (2, 3)
 """
 
@@ -242,32 +258,33 @@ def test_copy_of_the_package_works_in_another_project(tmp_path):
 # A failed save leaves the old file, and nothing else, behind.
 
 
-def test_next_save_removes_files_of_killed_saves_but_not_of_other_writers(tmp_path):
-    leftover = tmp_path / ".torch_checkpoint-0123456789abcdef.tmp"
-    (tmp_path / ".torch_checkpoint-0123.tmp").touch()
-    leftover.touch()
-    with writer._replace(tmp_path / "b.pt") as file:  # removes the leftover
-        torch_checkpoint.save(tmp_path / "a.pt", {})
-        file.write(b"x")
-    assert {*os.listdir(tmp_path)} == {"a.pt", "b.pt", ".torch_checkpoint-0123.tmp"}
-    assert (tmp_path / "b.pt").read_bytes() == b"x"
-
-
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch):
-    def fail_at_second(array):
-        if array.size == 2:
+    def fail_at_second(storage):
+        if storage.nbytes == 8:
             raise error
-        return chunks(array)
+        return pieces(storage)
 
     path = tmp_path / "run.pt"
     path.write_bytes(b"old")
-    chunks = writer._chunks
-    monkeypatch.setattr(writer, "_chunks", fail_at_second)
+    pieces = Storage.pieces
+    monkeypatch.setattr(Storage, "pieces", fail_at_second)
     with pytest.raises(error):
         torch_checkpoint.save(path, [mx.zeros((1,)), mx.zeros((2,))])
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_damaged_tensor_that_is_copied_leaves_the_old_file(tmp_path):
+    path = tmp_path / "run.pt"
+    torch_checkpoint.save(path, [mx.ones((1000,))])
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 1
+    path.write_bytes(data)
+    tree = torch_checkpoint.shapes(path)
+    with pytest.raises(CheckpointError, match="checksum"):
+        torch_checkpoint.save(path, tree)
+    assert path.read_bytes() == data
 
 
 def test_file_is_synced_before_it_replaces_the_old_file(tmp_path, monkeypatch):
@@ -285,15 +302,10 @@ def test_file_is_synced_before_it_replaces_the_old_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["x.pt", "\u5b57" * 78 + ".pt", "x" * 255])
-def test_saved_file_has_the_mode_of_a_new_file_or_keeps_its_own(tmp_path, name):
+def test_saved_file_has_the_mode_of_a_new_file(tmp_path, name):
     (tmp_path / "plain").touch()
-    path, modes = tmp_path / name, []
-    for _ in range(2):
-        torch_checkpoint.save(path, {})
-        modes.append(path.stat().st_mode)
-        path.chmod(0o640)
-    torch_checkpoint.save(path, {})
-    assert modes == [(tmp_path / "plain").stat().st_mode, stat.S_IFREG | 0o640]
+    torch_checkpoint.save(tmp_path / name, {})
+    assert (tmp_path / name).stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert {*os.listdir(tmp_path)} == {"plain", name}
 
 
