@@ -8,7 +8,7 @@ from typing import Any
 
 from .objects import CheckpointError, check
 from .source import Record, Source
-from .tensors import Tensor, read_all
+from .tensors import Tensor, mlx_dtype, read_all
 from .tree import check_tree, replace_tensors
 from .unpickler import MAX_PICKLE, Unpickler
 
@@ -53,7 +53,7 @@ def load(file: File) -> Any:
     leaves: dict[Tensor, tuple[Any, ...]] = {}
     replace_tensors(tree, lambda path, leaf: leaves.setdefault(leaf, path))
     for leaf, path in leaves.items():
-        if leaf.mlx_dtype is None:
+        if mlx_dtype(leaf.dtype) is None:
             place = "".join(f"[{key!a:.80}]" for key in path[:20])
             raise CheckpointError(
                 f"obj{place} has the dtype {f'torch.{leaf.dtype}'!a}, which MLX does "

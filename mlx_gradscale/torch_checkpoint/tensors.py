@@ -47,11 +47,12 @@ def dtype_name(array: Any) -> str:
 
 def item_size(dtype: str) -> int:
     """Return the bytes per element; 1 for dtypes that neither MLX nor numpy has."""
-    known = _mlx_dtype(dtype)
+    known = mlx_dtype(dtype)
     return known.size if known else 16 if dtype == "complex128" else 1
 
 
-def _mlx_dtype(dtype: str) -> mx.Dtype | None:
+def mlx_dtype(dtype: str) -> mx.Dtype | None:
+    """Return MLX's dtype of a name, or None if MLX does not have it."""
     found = getattr(mx, "bool_" if dtype == "bool" else dtype, None)
     return found if isinstance(found, mx.Dtype) else None
 
@@ -166,11 +167,6 @@ class Tensor:
         return prod(self.shape) * item_size(self.dtype)
 
     @property
-    def mlx_dtype(self) -> mx.Dtype | None:
-        """MLX's dtype, or None if MLX does not have it."""
-        return _mlx_dtype(self.dtype)
-
-    @property
     def is_whole(self) -> bool:
         """Whether this is all of its storage, in row-major order."""
         is_all = self.nbytes == self.storage.nbytes
@@ -233,7 +229,7 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
 
 def _empty(tensor: Tensor) -> mx.array:
     """Return an array for the bytes of a tensor's storage."""
-    dtype = tensor.mlx_dtype
+    dtype = mlx_dtype(tensor.dtype)
     if dtype is None:
         raise CheckpointError(
             f"MLX does not have the dtype {f'torch.{tensor.dtype[:80]}'!a}. Convert "
@@ -255,7 +251,7 @@ def _view(tensor: Tensor, wholes: dict[tuple[Storage, str], mx.array]) -> mx.arr
     if tensor.storage.is_array:
         return mx.array(tensor.storage.data)
     with mx.stream(mx.cpu):
-        dtype = tensor.mlx_dtype or mx.float32
+        dtype = mlx_dtype(tensor.dtype) or mx.float32
         if not tensor.nbytes:
             return mx.zeros(tensor.shape, dtype)
         values = wholes[tensor.storage, tensor.dtype].view(dtype)

@@ -108,18 +108,6 @@ def test_permissions_are_kept_and_never_wider_while_writing(kind, tmp_path):
     assert (out / "owner" if kind == "folder" else out).stat().st_mode & 0o777 == 0o600
 
 
-def test_new_checkpoint_has_the_permissions_of_the_last_one(tmp_path):
-    model, optimizer = small()
-    save_checkpoint(tmp_path, model, optimizer)
-    for path, mode in (("model.safetensors", 0o640), ("training.json", 0o600)):
-        (tmp_path / "save-000001" / path).chmod(mode)
-    (tmp_path / "save-000001").chmod(0o550)  # the owner must be able to remove it
-    save_checkpoint(tmp_path, model, optimizer)
-    found = {x.name: x.stat().st_mode & 0o777 for x in tmp_path.rglob("*")}
-    assert found["save-000002"] == 0o750
-    assert (found["model.safetensors"], found["training.json"]) == (0o640, 0o600)
-
-
 @each_kind
 def test_error_leaves_the_old_content_and_no_temporary_file(kind, tmp_path):
     write(kind, tmp_path / "out")
