@@ -1,56 +1,49 @@
 """Apply an optimizer step if all gradients are finite, and skip it otherwise.
 
-``inspect`` checks whether the gradients are finite, and ``plan`` computes the results
-of a step, which ``GradScaler`` commits all at once.
+``inspect`` checks whether the gradients are finite, ``update_parameter`` updates one
+parameter, and ``plan`` calls it for all of them. ``GradScaler`` commits the results.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
-from mlx.optimizers import MultiOptimizer, Optimizer
+from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from . import fusion
 from .finite import all_finite_times, is_finite_magnitude
 from .gradients import LazyGradient
-from .masters import (
-    HALF,
-    Joined,
-    Masters,
-    check_shape,
-    entries,
-    joined_master,
-    to_float32,
-)
-from .moments import dither, is_small
+from .masters import HALF, to_float32
 from .optimizers import (
+    advance,
     autocompiled,
     is_builtin,
-    roll_back,
+    overrides_apply_gradients,
+    own_values,
+    paths_of,
     scheduled_values,
+    single_optimizers,
     split,
-    split_paths,
 )
 from .ranks import Ranks
+from .storage import STORAGES, Dither, Masters, Result, Storage, Stored
 from .trees import (
     Leaf,
     Writes,
     commit,
     flatten,
+    get_at,
     is_floating,
     read,
     restore,
     slots,
     snapshot,
     tree_of,
-    walk,
 )
 
 ByPath = dict[str, mx.array]
-Stored = dict[str, mx.array]
 
 
 class Participant(NamedTuple):
@@ -58,8 +51,9 @@ class Participant(NamedTuple):
 
     optimizer: Optimizer
     ranks: Ranks
+    # Without master weights, moments are float32.
     masters: Masters | None = None
-    moments: mx.Dtype = mx.float32
+    storage: Storage = STORAGES[32]
     # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
     norms: dict[str, Any] | None = None
 
@@ -130,174 +124,239 @@ def inspect(
     return Inputs(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
 
 
+def update_parameter(
+    optimizer: Optimizer,
+    storage: Storage,
+    applied: mx.array,
+    dither: Dither,
+    gradient: mx.array,
+    parameter: mx.array,
+    stored: Stored,
+    moments: Any,
+) -> tuple[mx.array, Stored, list[mx.array]]:
+    """Return the new parameter, what stores its master weight, and the new moments.
+
+    If ``applied`` is false, all of them are bit-identical to the old ones.
+    """
+    old = {name: x for name, x in flatten(moments) if isinstance(x, mx.array)}
+    # Metal may abort on a kernel without elements, and Adafactor would divide by zero.
+    if not parameter.size:
+        return parameter, stored, list(old.values())
+    master = storage.join(parameter, stored)
+    state = storage.decode(optimizer, tree_map(_alias, moments))
+    given = dict(flatten(state))
+    new = optimizer.apply_single(gradient, _alias(master.master), state)
+    updated = dict(flatten(state))
+    _check_keys(optimizer, given, updated)
+    _check_shape("the parameter", parameter, new)
+    encoded = storage.encode(optimizer, updated, old, dither)
+    selected = {}
+    for name, x in old.items():
+        _check_shape(repr(name), x, encoded[name])
+        # An unused moment, as in SGD without momentum, needs no select. Third-party
+        # optimizers may modify arrays in place, so their moments are all selected.
+        if x.size and not (updated[name] is given[name] and is_builtin(optimizer)):
+            selected[name] = mx.where(applied, encoded[name], x)
+    in_kernel = [x for x in selected.values() if x.shape == parameter.shape]
+    result = Result(to_float32(new), master, parameter, stored, gradient, in_kernel)
+    weight, stored = storage.select(applied, result, dither)
+    return weight, stored, list((old | selected).values())
+
+
+def _alias(x: Any) -> Any:
+    # Return a new Python object, because ``parameter -= update`` modifies the object
+    # passed to the optimizer, and a skipped step needs the old value.
+    return x.astype(x.dtype) if isinstance(x, mx.array) else x
+
+
+def _check_shape(what: str, old: mx.array, new: mx.array) -> None:
+    if new.shape != old.shape:
+        raise ValueError(f"{what} would change its shape to {new.shape}")
+
+
+def _check_keys(optimizer: Optimizer, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise if a step has changed the keys or the Python values in a state."""
+    before, after = (
+        {key: "" if isinstance(x, mx.array) else repr(x) for key, x in values.items()}
+        for values in (old, new)
+    )
+    if before != after:
+        _refuse_to_compile(optimizer)
+
+
+def _refuse_to_compile(optimizer: Optimizer) -> NoReturn:
+    raise TypeError(
+        f"{type(optimizer).__name__} overrides apply_gradients(), or changes the keys "
+        "or the Python values in its state when it steps, so a step cannot be skipped "
+        "inside mx.compile. Do not compile the step, or create all keys in "
+        "init_single() and store only arrays."
+    )
+
+
 def plan(
     participant: Participant, gradients: Any, inputs: Inputs
 ) -> tuple[ByPath, Writes]:
     """Return the new parameters of an initialized optimizer's step, and other writes.
 
-    If ``inputs.applied`` is false, the planned parameters and optimizer state are
-    bit-identical to the old ones. Nothing changes until the writes are committed,
-    except that an eager step of a third-party optimizer changes its own state.
+    Nothing changes until the writes are committed, except that an eager step of a
+    third-party optimizer changes its own state.
     """
-    optimizer, masters = participant.optimizer, participant.masters
-    norms = participant.norms
-    writes: Writes = [] if norms is None else [(norms, "grad_norm", inputs.norm)]
-    if not inputs.parameters:
-        return {}, writes
-    found = walk(optimizer.state)
-    places = [place for place, value in found if isinstance(value, mx.array)]
-    old = [box[key] for _, box, key in places]
-
-    def make_run() -> Callable[..., Any]:
-        # A compiled step must not keep the gradients alive.
-        structure = tree_map(lambda _: None, gradients)
-        return partial(_run, structure, participant.moments)
-
-    state: list[mx.array] = []
+    writes: Writes = []
+    if participant.norms is not None:
+        writes.append((participant.norms, "grad_norm", inputs.norm))
     new: dict[str, tuple[mx.array, Stored]] = {}
-    # An optimizer that keeps Python values in its state cannot be compiled.
-    if len(old) == len(found) and is_builtin(optimizer):
-        # Arrays are passed by position, so another order needs a new trace.
-        order = [[where for where, *_ in places], split_paths(optimizer, gradients)]
-        order += [list(inputs.scaled), list(inputs.unscaled)]
-        run = autocompiled(make_run, optimizer, (order, participant.moments))
-        state, new = run(old, scheduled_values(optimizer), inputs)
-    elif (is_applied := read(inputs.applied)) is None:  # inside mx.compile
-        state, new = make_run()(optimizer, old, scheduled_values(optimizer), inputs)
-    elif is_applied:
-        new = _run_on_host(gradients, optimizer, inputs)
-    for (_, box, key), x in zip(places, state, strict=False):
-        writes.append((box, key, x))
+    if inputs.parameters:
+        applied = None if is_builtin(participant.optimizer) else read(inputs.applied)
+        if applied is None:  # one of MLX's own optimizers, or inside mx.compile
+            new = _step_on_device(participant, gradients, inputs, writes)
+        elif applied:
+            new = _step_on_host(participant, gradients, inputs)
     parameters: ByPath = {}
     for path, (parameter, stored) in new.items():
         parameters[path] = parameter
         for name, x in stored.items():
-            writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
+            writes.append((participant.masters.state[name], path, x))  # type: ignore[union-attr]
     return parameters, writes
 
 
-def _run(
-    structure: Any,
-    dtype: mx.Dtype,
-    optimizer: Optimizer,
-    state: list[mx.array],
-    scheduled: list[dict[str, mx.array]],
-    inputs: Inputs,
-) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
-    """Step on the device, select old or new values, and roll the optimizer back.
-
-    ``dtype`` is the dtype of the moments.
-    """
-    inputs = Inputs(*inputs)  # mx.compile passes a plain tuple
-    with roll_back(optimizer, scheduled):
-        places, signature = slots(optimizer.state), _signature(optimizer.state)
-        given = [to_float32(x) if is_small(x, dtype) else _alias(x) for x in state]
-        commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, gradients, stepped = _step(structure, optimizer, inputs)
-        if _signature(optimizer.state) != signature:
-            raise TypeError(
-                f"{type(optimizer).__name__} changes the keys or the Python values in "
-                "its state when it steps, so a step cannot be skipped inside "
-                "mx.compile. Do not compile the step, or create all keys in "
-                "init_single() and store only arrays."
-            )
-        # A parameter and its moments share a flag, so that their kernel reads only one.
-        flags = dict(zip(gradients, fusion.each_use(inputs.applied), strict=False))
-        dithers = dict(zip(gradients, fusion.each_use(dither(optimizer)), strict=False))
-        moments: dict[str, list[mx.array]] = {path: [] for path in gradients}
-        selected: list[mx.array] = []
-        now = {where: box[key] for where, box, key in slots(optimizer.state)}
-        for (where, *_), old, alias in zip(places, state, given, strict=True):
-            updated, owner = now[where], _owner(optimizer, where)
-            check_shape(".".join(map(str, where)), old.shape, updated.shape)
-            # An unused moment, as in SGD without momentum, needs no select. Third-party
-            # optimizers may modify arrays in place, so their moments are all selected.
-            is_unused = updated is alias and is_builtin(optimizer)
-            # The state of an empty parameter stays: Metal may abort on a kernel without
-            # elements, and Adafactor would divide by zero.
-            is_empty = owner in gradients and not inputs.parameters[owner].size
-            if is_unused or is_empty or not old.size:
-                selected.append(old)
-                continue
-            if is_small(old, dtype):
-                updated = (updated * dithers[owner]).astype(dtype)
-            flag = flags.get(owner, inputs.applied)
-            selected.append(mx.where(flag, updated, old))
-            if owner in moments:
-                moments[owner].append(selected[-1])
-        new = {
-            path: _select(
-                flags[path],
-                new=stepped[path],
-                old=masters[path],
-                parameter=inputs.parameters[path],
-                stored=inputs.stored[path],
-                fused=(gradient, moments[path]),
-            )
-            for path, gradient in gradients.items()
-        }
-        return selected, new
-
-
-def _run_on_host(
-    structure: Any, optimizer: Optimizer, inputs: Inputs
+def _step_on_device(
+    participant: Participant, gradients: Any, inputs: Inputs, writes: Writes
 ) -> dict[str, tuple[mx.array, Stored]]:
-    """Step a third-party optimizer eagerly; restore its state if it raises."""
-    saved = snapshot(optimizer.state)
-    # An optimizer may change an array in place before it raises.
-    commit((box, key, _alias(box[key])) for _, box, key in slots(optimizer.state))
-    try:
-        _, _, stepped = _step(structure, optimizer, inputs)
-    except BaseException:
-        restore(saved)
-        raise
-    new = {}
-    for path, x in stepped.items():
-        rounded = x.astype(inputs.parameters[path].dtype)
-        new[path] = rounded, entries(x, rounded, inputs.stored[path])
+    """Update all parameters, and plan the writes to the optimizer's state."""
+    optimizer = participant.optimizer
+    parts = single_optimizers(optimizer)
+    paths: list[list[str]] = []
+    moments: dict[str, Any] = {}
+    for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
+        paths.append([path for path in places if path in inputs.parameters])
+        for path in paths[-1]:
+            try:
+                moments[path] = get_at(part.state, places[path])
+            except (KeyError, IndexError) as error:
+                raise _failure(path, error) from error
+    values = [own_values(part) for part in parts]
+    found = slots(moments)
+    run: Callable[..., Any] = partial(_run, participant.storage, paths)
+    if is_builtin(optimizer):
+        # Arrays are passed by position, so another order needs a new trace.
+        order: list[Any] = [[where for where, _, _ in found], list(map(list, values))]
+        order += [paths, list(inputs.scaled), list(inputs.unscaled)]
+        run = autocompiled(run, optimizer, (order, participant.storage))
+    else:
+        run = partial(run, optimizer)
+    new: dict[str, tuple[mx.array, Stored]]
+    new, selected, others = run(inputs, moments, values, scheduled_values(optimizer))
+    for (_, box, key), x in zip(found, selected, strict=True):
+        writes.append((box, key, x))
+    for part, changed in zip(parts, others, strict=True):
+        writes += [(part.state, key, x) for key, x in changed.items()]
     return new
 
 
-def _step(
-    structure: Any, optimizer: Optimizer, inputs: Inputs
-) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
-    """Return master weights, unscaled gradients and new float32 parameters, by path."""
+def _run(
+    storage: Storage,
+    paths: list[list[str]],
+    optimizer: Optimizer,
+    inputs: Inputs,
+    moments: dict[str, Any],
+    values: list[dict[str, Any]],
+    scheduled: list[dict[str, mx.array]],
+) -> tuple[
+    dict[str, tuple[mx.array, Stored]], list[mx.array], list[dict[str, mx.array]]
+]:
+    """Return all parameters, all moments in order, and what else is in the states.
+
+    ``paths``, ``values`` and ``scheduled`` have an entry for each single optimizer.
+    """
+    inputs = Inputs(*inputs)  # mx.compile passes a plain tuple
+    gradients = _unscale(inputs, all(len(own) == 1 for own in moments.values()))
+    # A parameter and its moments share a flag, so that their kernel reads only one.
+    flags = fusion.each_use(inputs.applied)
+    dithers = [fusion.each_use(x) for x in storage.dither(values[0]["step"] + 1)]
+    new, changed, others = {}, {}, []
+    parts = zip(single_optimizers(optimizer), paths, values, scheduled, strict=True)
+    for part, own, old, at_this_step in parts:
+        if overrides_apply_gradients(part):
+            _refuse_to_compile(part)
+        given = {key: _alias(x) for key, x in old.items()}
+        with advance(part, given | at_this_step):
+            for path in own:
+                gradient = gradients[path]
+                if not is_builtin(part):
+                    # If the step is skipped: an SVD, for example, may raise on NaN.
+                    gradient = mx.where(inputs.applied, gradient, 0)
+                try:
+                    weight, stored, changed[path] = update_parameter(
+                        part,
+                        storage,
+                        next(flags),
+                        tuple(map(next, dithers)),
+                        gradient,
+                        inputs.parameters[path],
+                        inputs.stored[path],
+                        moments[path],
+                    )
+                except (KeyError, IndexError, ValueError) as error:
+                    raise _failure(path, error) from error
+                new[path] = weight, stored
+            now = own_values(part)
+        _check_keys(part, old, now)
+        others.append(
+            {
+                key: mx.where(inputs.applied, now[key], x)
+                for key, x in old.items()
+                if isinstance(x, mx.array) and now[key] is not given[key]
+            }
+        )
+    in_order = [x for path in moments for x in changed[path]]
+    return new, in_order, others
+
+
+def _step_on_host(
+    participant: Participant, gradients: Any, inputs: Inputs
+) -> dict[str, tuple[mx.array, Stored]]:
+    """Step a third-party optimizer eagerly; restore its state if it raises."""
+    optimizer, storage = participant.optimizer, participant.storage
+    saved = snapshot(optimizer.state)
+    # An optimizer may change an array in place before it raises.
+    commit((box, key, _alias(box[key])) for _, box, key in slots(optimizer.state))
     masters = {
-        path: joined_master(parameter, inputs.stored[path])
+        path: _alias(storage.join(parameter, inputs.stored[path]).master)
         for path, parameter in inputs.parameters.items()
     }
-    full = tree_of({path: _alias(x.master) for path, x in masters.items()}, structure)
-    gradients = _unscale(optimizer, inputs)
-    if not is_builtin(optimizer):
-        # Pass zeros if the step is skipped: an SVD, for example, may raise on NaN.
-        gradients = {p: mx.where(inputs.applied, g, 0) for p, g in gradients.items()}
-    stepped: dict[str, mx.array] = {}
-    # Step each optimizer separately and join by path: tree_merge in
-    # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, own in split(optimizer, tree_of(gradients, structure)):
-        try:
-            new = dict(flatten(part.apply_gradients(own, full)))
-            for path, x in new.items():
-                stepped[path] = to_float32(x)
-                if x.shape != inputs.parameters[path].shape:
-                    raise ValueError(f"{path!r} would change its shape to {x.shape}")
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"The optimizer failed with {error!r}. If a parameter was added or "
-                "unfrozen after the optimizer was initialized, call "
-                "optimizer.init(model.trainable_parameters()) again. If the shape of a "
-                "parameter changed, create a new optimizer."
-            ) from error
-    return masters, gradients, stepped
+    full, unscaled = tree_of(masters, gradients), tree_of(_unscale(inputs), gradients)
+    new = {}
+    try:
+        # Step each optimizer separately and join by path: tree_merge in
+        # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
+        for part, own in split(optimizer, unscaled):
+            for path, x in flatten(part.apply_gradients(own, full)):
+                parameter, stored = inputs.parameters[path], inputs.stored[path]
+                _check_shape("the parameter", parameter, x)
+                rounded = x.astype(parameter.dtype)
+                stored = storage.split(to_float32(x), rounded) if stored else {}
+                new[path] = rounded, stored
+    except BaseException as error:
+        restore(saved)
+        if isinstance(error, (KeyError, IndexError, ValueError)):
+            raise _failure("a parameter", error) from error
+        raise
+    return new
 
 
-def _unscale(optimizer: Optimizer, inputs: Inputs) -> ByPath:
+def _failure(path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"The optimizer failed at {path!r} with {error!r}. If a parameter was added or "
+        "unfrozen after the optimizer was initialized, call "
+        "optimizer.init(model.trainable_parameters()) again. If the shape of a "
+        "parameter changed, create a new optimizer."
+    )
+
+
+def _unscale(inputs: Inputs, has_one_moment: bool = False) -> ByPath:
+    """Unscale and clip the gradients, in float32."""
     inverse, clip = inputs.inverse, inputs.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
-    n_moments = Counter(
-        _owner(optimizer, where) for where, _, _ in slots(optimizer.state)
-    )
-    has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
     unscaled = {}
     for gradients, each in ((inputs.scaled, factor), (inputs.unscaled, clip)):
         factors = None if each is None else fusion.factors(each, has_one_moment)
@@ -307,61 +366,3 @@ def _unscale(optimizer: Optimizer, inputs: Inputs) -> ByPath:
                 times = mx.broadcast_to(next(factors), g.shape).astype(mx.float32)
                 unscaled[path] = unscaled[path] * times
     return unscaled
-
-
-def _alias(x: mx.array) -> mx.array:
-    # Return a new Python object, because ``parameter -= update`` modifies the object
-    # passed to the optimizer, and a skipped step needs the old value.
-    return x.astype(x.dtype)
-
-
-def _signature(state: Any) -> dict[str, str]:
-    return {p: "" if isinstance(x, mx.array) else repr(x) for p, x in flatten(state)}
-
-
-def _owner(optimizer: Optimizer, where: tuple[Any, ...]) -> str:
-    """Return the path of a state array's parameter, or "" if it has none."""
-    while isinstance(optimizer, MultiOptimizer):  # its state is {"states": [...]}
-        optimizer, where = optimizer.optimizers[where[1]], where[2:]
-    return ".".join(map(str, where[:-1]))
-
-
-def _select(
-    applied: mx.array,
-    new: mx.array,
-    old: Joined,
-    parameter: mx.array,
-    stored: Stored,
-    fused: tuple[mx.array, list[mx.array]],
-) -> tuple[mx.array, Stored]:
-    """Select the new or the old value of a parameter, and of what its master stores.
-
-    ``new`` is the float32 result of the step, and ``old`` the master weight before it.
-    ``fused`` holds the gradient and the moments, which are passed only to get them into
-    the same kernel: see :mod:`~mlx_gradscale.core.fusion`.
-    """
-    if not parameter.size:
-        return parameter, stored
-    gradient, moments = fused
-    moments = [x for x in moments if x.shape == parameter.shape]
-    if "remainders" not in stored:
-        if stored:
-            # Select in a skipped step too: a replaced weight is its own master.
-            new = mx.where(applied, new, old.master)
-        # The last moment is outermost because AdaDelta computes u from v.
-        rounded = new.astype(parameter.dtype)
-        weight = fusion.select(applied, rounded, parameter, moments)
-        return weight, entries(new, weight, stored)
-    rounded = new.astype(parameter.dtype)
-    remainder = entries(new, rounded, stored)["remainders"]
-    remainder = mx.where(applied, remainder, stored["remainders"])
-    # The root has to reach the remainder, so it is an input of the new weight, in a
-    # branch that is never taken either. From the new to the old weight, this graph is
-    # about 25 deep, so all intermediate results are among the others. The gradient is
-    # innermost because it counts as one array until it joins the kernel, and as two,
-    # itself and its factor, afterwards: AdamW with bias correction and bfloat16 moments
-    # has 23 of 24.
-    both = mx.where(applied, rounded, remainder.astype(parameter.dtype))
-    others = [gradient, *old.intermediate, old.master, *moments, to_float32(rounded)]
-    weight = fusion.select(applied, both, parameter, others)
-    return weight, {"remainders": remainder}

@@ -22,7 +22,6 @@ such a value, the weight is its own master. Otherwise, a weight that the user re
 keeps its old remainder, so its master weight is at most half an ulp off.
 """
 
-from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -50,15 +49,6 @@ class Joined(NamedTuple):
 def to_float32(x: mx.array) -> mx.array:
     """Upcast a float16 or bfloat16 array to float32; return others unchanged."""
     return x.astype(mx.float32) if x.dtype in HALF else x
-
-
-def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
-    """Raise if the shape of a parameter or of an array in the state has changed."""
-    if new != old:
-        raise ValueError(
-            f"{path!r} has shape {new}, but had shape {old} when the "
-            "optimizer was initialized. Create a new optimizer for the changed model."
-        )
 
 
 def half_bits(weight: mx.array) -> mx.array:
@@ -98,73 +88,17 @@ def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return to_float32(above) - value, above
 
 
-def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-    """Return a parameter's master weight, or its own value if nothing is stored."""
-    if "remainders" in stored:
-        return join(weight, stored["remainders"])
+def join_master(weight: mx.array, master: mx.array, written: mx.array) -> Joined:
+    """Return a stored master weight, or the weight's value if it has been replaced.
+
+    ``written`` are the bits of the weight that the last step wrote.
+    """
     value = to_float32(weight)
-    if not stored or weight.dtype not in HALF:
+    if weight.dtype not in HALF:
         return Joined(value)
-    master, written = stored["masters"], stored["written"]
     if written.dtype == _BITS[weight.dtype]:
         unchanged = half_bits(weight) == written
     else:
         # The model was cast from one half-precision dtype to the other.
         unchanged = to_float32(master.astype(weight.dtype)) == value
     return Joined(mx.where(unchanged, master, value))
-
-
-def entries(
-    master: mx.array, weight: mx.array, names: Collection[str]
-) -> dict[str, mx.array]:
-    """Return what the state stores for a master weight and its rounded weight.
-
-    ``names`` are the names of the entries, which tell the kind. They are empty without
-    a master weight.
-    """
-    if "remainders" in names:
-        return {"remainders": remainder_of(master, weight)}
-    return {"masters": master, "written": half_bits(weight)} if names else {}
-
-
-class Masters:
-    """The master weights of one optimizer, by parameter path."""
-
-    def __init__(self, state_bits: int):
-        self._names = ("masters", "written") if state_bits == 32 else ("remainders",)
-        # Steps write to these dicts in place, because mx.compile has captured them.
-        self.state: dict[str, dict[str, mx.array]] = {
-            "masters": {},
-            "written": {},
-            "remainders": {},
-        }
-
-    def has(self, path: str) -> bool:
-        """Return whether the parameter at this path has a master weight."""
-        return path in self.state[self._names[0]]
-
-    def set(self, path: str, master: mx.array, weight: mx.array) -> None:
-        """Replace the master weight of a parameter; ``weight`` is the rounded value."""
-        master = master.astype(mx.float32)
-        for name, x in entries(master, weight, self._names).items():
-            self.state[name][path] = x
-
-    def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return the entries of a half-precision parameter, or raise; {} for others."""
-        if weight.dtype not in HALF:
-            return {}
-        if path not in self.state[self._names[0]]:
-            raise ValueError(
-                f"{path!r} has no master weight, because it was frozen, missing or not "
-                "in half precision when the optimizer was initialized. Call optimizer."
-                "init(model.trainable_parameters()) again; existing state is kept."
-            )
-        found = {name: self.state[name][path] for name in self._names}
-        for x in found.values():
-            check_shape(path, x.shape, weight.shape)
-        return found
-
-    def master_of(self, path: str, weight: mx.array) -> mx.array:
-        """Return a parameter's master weight, or its upcast value if it has none."""
-        stored = self.stored(path, weight) if self.has(path) else {}
-        return joined_master(weight, stored).master

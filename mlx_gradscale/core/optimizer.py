@@ -11,12 +11,12 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map_with_path
 
 from .guard import Participant
-from .masters import HALF, Masters
-from .moments import DTYPES, check_state_bits
-from .optimizers import check_supported, initialize, refuse_multi_optimizer
+from .masters import HALF
+from .optimizers import check_supported, initialize, is_builtin, single_optimizers
 from .ranks import Ranks, Sharded
 from .scaler import GradScaler
 from .state import LOADED, State, emptied, parse, replace, take, write
+from .storage import STORAGES, Masters
 from .trees import flatten, match, restore, snapshot
 
 
@@ -81,14 +81,14 @@ class LossScaleOptimizer(Optimizer):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None:
             _check_norm(max_grad_norm)
-        check_state_bits(state_bits, optimizer)
+        _check_state_bits(state_bits, optimizer)
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
         self._clips = max_grad_norm is not None
         group = self.scaler.group if group is None else group
         self._ranks = Ranks(group, average, sharded, self._clips)
-        self._masters = Masters(state_bits)
+        self._masters = Masters(STORAGES[state_bits])
         self._state_bits = state_bits
         # The parts of a loaded state that init() has yet to check.
         self._loaded: tuple[str, ...] = ()
@@ -125,7 +125,6 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
-        refuse_multi_optimizer()
         if not self._ranks.is_single:
             settings = self.scaler.state_dict() | {"max_grad_norm": self.max_grad_norm}
             settings["state_bits"] = self._state_bits
@@ -133,13 +132,13 @@ class LossScaleOptimizer(Optimizer):
         before = snapshot(self.state)
         try:
             loaded = take(self.state, self._loaded)
-            initialize(self.optimizer, parameters, DTYPES[self._state_bits])
+            initialize(self.optimizer, parameters, self._masters.storage)
             for path, x in flatten(parameters):
                 if x.dtype in HALF and not self._masters.has(path):
                     self._masters.set(path, x, x)
             if loaded and not replace(self.state, loaded, self._loaded):
                 # Lists in a third-party optimizer's saved state may be incomplete.
-                initialize(self.optimizer, parameters, DTYPES[self._state_bits])
+                initialize(self.optimizer, parameters, self._masters.storage)
         except BaseException:
             restore(before)
             raise
@@ -170,7 +169,6 @@ class LossScaleOptimizer(Optimizer):
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``gradients``.
         """
-        refuse_multi_optimizer()
         self._scaler._refuse_if_shared()
         return self._scaler._apply(self, gradients, parameters, is_last=True)
 
@@ -186,7 +184,7 @@ class LossScaleOptimizer(Optimizer):
             self.optimizer,
             self._ranks,
             masters=self._masters,
-            moments=DTYPES[self._state_bits],
+            storage=self._masters.storage,
             norms=self._state if self._clips else None,
         )
 
@@ -372,6 +370,17 @@ class MasterWeightOptimizer(LossScaleOptimizer):
             average=average,
             sharded=sharded,
         )
+
+
+def _check_state_bits(state_bits: Any, optimizer: Optimizer) -> None:
+    if not isinstance(state_bits, int) or state_bits not in STORAGES:
+        raise ValueError(f"state_bits must be 32 or 16, got {state_bits!r}.")
+    for part in single_optimizers(optimizer):
+        if state_bits != 32 and not is_builtin(part):
+            raise ValueError(
+                f"state_bits={state_bits} requires an optimizer from mlx.optimizers. "
+                f"{type(part).__name__} manages its own state. Use state_bits=32."
+            )
 
 
 def _check_norm(value: Any) -> None:

@@ -1,10 +1,9 @@
-"""Initialize, compile and roll back MLX's optimizers.
+"""Initialize, advance and compile MLX's optimizers.
 
 No other file in the core uses private attributes of the optimizers that it steps. If
 MLX renames one, tests/core/test_structure.py fails.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +15,12 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
-from .masters import HALF, to_float32
-from .trees import flatten, is_floating, restore, slots, snapshot
+from .masters import to_float32
+from .storage import Storage
+from .trees import CONTAINERS, get_at, is_floating, slots, walk
 
+# The keys that lead to an array in a tree.
+Path = tuple[Any, ...]
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
 _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
@@ -54,13 +56,6 @@ def is_wrapper(optimizer: Any) -> bool:
     return hasattr(type(optimizer), "_participant")
 
 
-def refuse_multi_optimizer() -> None:
-    """Raise if the function that calls this one was called by a ``MultiOptimizer``."""
-    caller = sys._getframe(2).f_locals.get("self")
-    if isinstance(caller, MultiOptimizer):
-        check_supported(caller)  # raises, because a wrapper is part of it
-
-
 def is_builtin(optimizer: Optimizer) -> bool:
     """Return whether an optimizer, or every one in a ``MultiOptimizer``, is MLX's own.
 
@@ -72,13 +67,11 @@ def is_builtin(optimizer: Optimizer) -> bool:
     return True
 
 
-def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizer, or each one in a ``MultiOptimizer``."""
-    if isinstance(optimizer, MultiOptimizer):
-        for part in optimizer.optimizers:
-            yield from single_optimizers(part)
-    else:
-        yield optimizer
+def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer, or all in a ``MultiOptimizer``, in a list."""
+    if not isinstance(optimizer, MultiOptimizer):
+        return [optimizer]
+    return [x for part in optimizer.optimizers for x in single_optimizers(part)]
 
 
 def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
@@ -91,11 +84,12 @@ def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
-def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
-    """List the paths that each part of a ``MultiOptimizer`` updates; [] for others."""
-    if not isinstance(optimizer, MultiOptimizer):
-        return []
-    return [[path for path, _ in flatten(part)] for _, part in split(optimizer, tree)]
+def paths_of(optimizer: Optimizer, tree: Any) -> list[dict[str, Path]]:
+    """Return the paths that each single optimizer updates, dotted and as tuples."""
+    return [
+        {".".join(map(str, path)): path for (path, _, _), _ in walk(part)}
+        for _, part in split(optimizer, tree)
+    ]
 
 
 def needs_init(optimizer: Optimizer) -> bool:
@@ -103,12 +97,8 @@ def needs_init(optimizer: Optimizer) -> bool:
     return not all(part._initialized for part in single_optimizers(optimizer))
 
 
-def initialize(
-    optimizer: Optimizer, parameters: Any, moments: mx.Dtype = mx.float32
-) -> None:
-    """Create state for parameters that have none, and cast existing state.
-
-    Arrays of their parameter's own shape are stored in ``moments``, others in float32.
+def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
+    """Create state for parameters that have none, and store all of it in ``storage``.
 
     MLX initializes state in the dtype of the parameters. In float16, Adam's second
     moment would stay zero after a step with a gradient below 5e-3.
@@ -120,19 +110,18 @@ def initialize(
         for name in part._schedulers:
             # A schedule may return a Python number.
             part.state[name] = mx.array(part.state[name])
-        shapes = {path: x.shape for path, x in flatten(tree)}
         for where, box, key in slots(part.state):
-            path = [str(each) for each in where]
             if isinstance(box, tuple):
+                path = ".".join(map(str, where))
                 raise TypeError(
-                    f"{type(part).__name__} stores {'.'.join(path)!r} in a tuple, "
+                    f"{type(part).__name__} stores {path!r} in a tuple, "
                     "which cannot be updated. Use a list or a dict in its state."
                 )
-            # The moment "layers.0.bias.m" belongs to the parameter "layers.0.bias".
-            is_own = shapes.get(".".join(path[:-1])) == box[key].shape
-            dtype = moments if is_own else mx.float32
-            if box[key].dtype != dtype and box[key].dtype in (*HALF, mx.float32):
-                box[key] = box[key].astype(dtype)
+            box[key] = to_float32(box[key])
+        for (where, _, _), parameter in walk(tree):
+            moments = get_at(part.state, where)
+            if is_floating(parameter) and isinstance(moments, dict):
+                moments.update(storage.init(part, parameter.shape, moments))
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
@@ -147,23 +136,31 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
     ]
 
 
+def own_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the part of an optimizer's state that belongs to no parameter."""
+    state = optimizer.state
+    return {k: x for k, x in state.items() if not isinstance(x, CONTAINERS)}
+
+
 @contextmanager
-def roll_back(
-    optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
-) -> Iterator[None]:
-    """Let an optimizer step with these scheduled values; roll it back on exit."""
-    singles = list(single_optimizers(optimizer))
-    private = [(part, part._state, part._schedulers) for part in singles]
-    saved = snapshot(*(part.state for part in singles))
+def advance(optimizer: Optimizer, values: dict[str, Any]) -> Iterator[None]:
+    """Give an optimizer other values, and the next step count, within a block.
+
+    Its own state does not change. ``Optimizer.apply_gradients`` does the same for good,
+    before it calls ``apply_single`` for each parameter.
+    """
+    own = optimizer._state
+    optimizer._state = own | values | {"step": values["step"] + 1}
     try:
-        for part, values in zip(singles, scheduled, strict=True):
-            part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
         yield
     finally:
-        # A step may have replaced the state dict itself, or containers in it.
-        for part, state, schedulers in private:
-            part._state, part._schedulers = state, schedulers
-        restore(saved)
+        optimizer._state = own
+
+
+def overrides_apply_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a step of this optimizer is more than ``apply_single`` calls."""
+    method = getattr(optimizer.apply_gradients, "__func__", None)
+    return method is not Optimizer.apply_gradients
 
 
 class _LastStep(NamedTuple):
@@ -182,9 +179,9 @@ _last_steps: dict[int, _LastStep] = {}
 
 
 def autocompiled(
-    make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
+    run: Callable[..., Any], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return the function from ``make_run``, compiled if the settings allow it.
+    """Return ``run`` for an optimizer, compiled if its settings allow it.
 
     The function is compiled from the first step on: a compiled step may round
     differently, and a resumed run must be bit-identical to an uninterrupted one. It is
@@ -194,18 +191,18 @@ def autocompiled(
     """
     settings = fingerprint(optimizer, structure)
     if settings is None:
-        return partial(make_run(), optimizer)
+        return partial(run, optimizer)
     last = _last_steps.get(id(optimizer))
     is_changed = last is None or last.settings != settings
     compiled = None if last is None or is_changed else last.compiled
     keeps_changing = last is not None and last.is_changed and is_changed
     if compiled is None and not keeps_changing:
-        owner, run = weakref.ref(optimizer), make_run()
+        owner = weakref.ref(optimizer)
         compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
     if last is None or last.is_changed or is_changed:
         own = weakref.ref(optimizer, partial(_last_steps.pop, id(optimizer)))
         _last_steps[id(optimizer)] = _LastStep(settings, is_changed, compiled, own)
-    return compiled or partial(make_run(), optimizer)
+    return compiled or partial(run, optimizer)
 
 
 def fingerprint(optimizer: Optimizer, structure: Any) -> Any:

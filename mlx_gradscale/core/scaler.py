@@ -432,7 +432,7 @@ class GradScaler:
             if is_wrapper(optimizer):
                 optimizer.init(trained)
             else:
-                initialize(optimizer, trained)
+                initialize(optimizer, trained, participant.storage)
         if participant.ranks.average:
             averaged = participant.ranks.averaged({x.path: x.gradient for x in leaves})
             leaves = [x._replace(gradient=averaged[x.path]) for x in leaves]

@@ -11,7 +11,6 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .finite import all_finite
-from .moments import cast_moments
 from .optimizers import is_builtin, single_optimizers
 from .scale import DEFAULTS, TORCH_KEYS, clamp_and_check, read_field
 from .trees import CONTAINERS, commit, dtype_name, slots
@@ -20,6 +19,7 @@ from .trees import CONTAINERS, commit, dtype_name, slots
 # itself, and max_grad_norm, which is a setting. A plain optimizer's state has only the
 # first part.
 LOADED = ("optimizer.", "masters.", "written.", "remainders.", "grad_norm")
+_MASTERS = ("masters", "written", "remainders")
 _CONSTANTS = (bool, int, float, str, type(None))
 _SAME = "Load a state that was saved with the same model, optimizer and state_bits=."
 
@@ -40,7 +40,7 @@ class State(dict[str, Any]):
         return dict, (dict(self),)
 
     def __missing__(self, key: str) -> Any:
-        return next(single_optimizers(self.owner)).state[key]
+        return single_optimizers(self.owner)[0].state[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self:
@@ -61,7 +61,7 @@ def emptied(state: State) -> State:
     for part in single_optimizers(state.owner):
         part.state = dict(part.state)
     _remove_moments(state.owner)
-    blank: dict[str, Any] = {"masters": {}, "written": {}, "remainders": {}}
+    blank: dict[str, Any] = {name: {} for name in _MASTERS if name in state}
     return State(state.owner, state | blank | {"optimizer": state.owner.state})
 
 
@@ -118,7 +118,6 @@ def replace(state: State, loaded: dict[str, Any], parts: tuple[str, ...]) -> boo
     """
     places = {".".join(map(str, path)): (box, key) for path, box, key in slots(state)}
     here = {path: place for path, place in places.items() if path.startswith(parts)}
-    loaded = cast_moments(loaded, {p: box[key] for p, (box, key) in here.items()})
     for path, (box, key) in here.items():
         _check_same(path, box[key], loaded.get(path))
     added = loaded.keys() - here.keys()
@@ -163,8 +162,8 @@ def take(state: State, parts: tuple[str, ...]) -> dict[str, Any]:
     found = {p: x for p, x in tree_flatten(state) if p.startswith(parts)}
     if parts:
         _remove_moments(state.owner)
-    for name in ("masters", "written", "remainders"):
-        if f"{name}." in parts:
+    for name in _MASTERS:
+        if f"{name}." in parts and name in state:
             state[name].clear()
     return found
 

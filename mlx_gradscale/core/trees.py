@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import reduce
 from itertools import starmap
-from operator import setitem
+from operator import getitem, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -60,6 +61,11 @@ def flatten(tree: Any) -> list[tuple[str, Any]]:
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree without their paths."""
     return [x for _, x in walk([tree])]
+
+
+def get_at(tree: Any, path: tuple[Any, ...]) -> Any:
+    """Return the subtree at a path of keys."""
+    return reduce(getitem, path, tree)
 
 
 def tree_of(values: dict[str, Any], structure: Any) -> Any:

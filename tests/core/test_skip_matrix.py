@@ -77,7 +77,7 @@ class Run:
         state = self.optimizer.state
         if self.optimizer is not self.inner:
             names = ("optimizer", "masters", "written", "remainders")
-            state = {name: state[name] for name in names}
+            state = {name: state[name] for name in names if name in state}
         return bits([self.box, state])
 
 
@@ -168,7 +168,7 @@ def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
 
 
 def round_moments(state):
-    """Round the moments of an optimizer as the docstring of ``core/moments`` says."""
+    """Round the moments of an optimizer as the docstring of ``core/storage`` says."""
     for part in state.get("states", [state]):
         a, b = (part["step"].item() * n % 2**32 for n in (2654435769, 1779033703))
         both = (np.float32(a) + np.float32(b)) * np.float32(2**-32)

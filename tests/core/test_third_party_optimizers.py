@@ -118,24 +118,6 @@ class Around(optim.Optimizer):
         return self.inner.apply_gradients(gradients, parameters)
 
 
-class CountingAdam(optim.Adam):
-    """One of MLX's own that keeps a Python number in its state."""
-
-    def __init__(self):
-        super().__init__(0.1)
-
-    def init_single(self, parameter, state):
-        super().init_single(parameter, state)
-        state["n"] = 0
-
-    def apply_single(self, gradient, parameter, state):
-        state["n"] += 1
-        return super().apply_single(gradient, parameter, state) - 0.1 / state["n"]
-
-
-CountingAdam.__module__ = "mlx.optimizers.optimizers"
-
-
 class InPlace(Own):
     """Arrays under stable keys, so that it can be compiled."""
 
@@ -155,10 +137,7 @@ class Quantized(PackedAdamW):
 
 
 # What is not arrays under stable keys works only outside of mx.compile.
-REFUSED = [
-    *(NumberInState, KeyFromGradients, FlagForAll, KeysComeAndGo, TupleOfNumbers),
-    CountingAdam,
-]
+REFUSED = [NumberInState, KeyFromGradients, FlagForAll, KeysComeAndGo, TupleOfNumbers]
 KINDS = [*REFUSED, CountInAttribute, Around, InPlace, SingularValue, Quantized]
 
 
@@ -182,7 +161,7 @@ def test_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(ma
     step = mx.compile(
         optimizer.apply_gradients, inputs=optimizer.state, outputs=optimizer.state
     )
-    with pytest.raises(TypeError, match=f"{make.__name__} changes .*Do not compile"):
+    with pytest.raises(TypeError, match=f"{make.__name__} .*changes .*Do not compile"):
         step(weights, weights)
 
 
