@@ -9,7 +9,6 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.helpers import bits, dtypes
-from support.optimizer_helpers import load_around_init
 
 from mlx_gradscale import GradScaler, MasterWeightOptimizer
 
@@ -111,16 +110,6 @@ def test_growth_tracker_does_not_wrap():
     scaler.apply_gradients(optim.SGD(0.1), *[{"w": mx.ones(1)}] * 2)
     scaler.update()
     assert scaler.state_dict()["_growth_tracker"] >= 0
-
-
-@pytest.mark.parametrize("when", ["before init", "after init"])
-def test_plain_float16_state_is_upcast_whenever_it_is_assigned(when):
-    plain, weights = optim.Adam(0.1), {"w": mx.ones(2, mx.float16)}
-    plain.apply_gradients(weights, weights)
-    optimizer = MasterWeightOptimizer(optim.Adam(0.1))
-    with pytest.warns(UserWarning, match="are float16 and are cast to float32"):
-        load_around_init(optimizer, plain.state, weights, when)
-    assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32
 
 
 @pytest.mark.compiles

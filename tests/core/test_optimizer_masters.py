@@ -32,7 +32,7 @@ def test_only_half_parameters_have_master_weights(state_bits):
     optimizer.init({"a": mx.ones(2), "b": mx.ones(2, mx.float16), "i": mx.array([1])})
     own, other = ("masters", "remainders")[:: 1 if state_bits == 32 else -1]
     assert list(optimizer.state[own]) == ["b"]
-    assert not optimizer.state[other]
+    assert dict.get(optimizer.state, other) is None
 
 
 @each_kind
@@ -194,7 +194,6 @@ def test_master_weights_that_do_not_round_to_the_weight_are_refused(state_bits):
 
 
 @each_kind
-@pytest.mark.filterwarnings("ignore:The saved moments")
 def test_state_with_the_other_kind_of_master_weights_is_refused(state_bits):
     training, loading = (
         Training(optim.SGD(0.1), compiled=False, state_bits=bits)
@@ -202,7 +201,7 @@ def test_state_with_the_other_kind_of_master_weights_is_refused(state_bits):
     )
     training.run(range(2))
     before = loading.everything()
-    with pytest.raises(ValueError, match=r"has no.*state_bits="):
+    with pytest.raises(ValueError, match=r"state_bits="):
         loading.optimizer.state = training.optimizer.state
     assert loading.everything() == before
 

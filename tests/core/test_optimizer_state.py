@@ -10,7 +10,6 @@ from support.helpers import INF, OPTIMIZERS, Mlp, batch, bits, gradients_like, p
 from support.optimizer_helpers import Training, load_around_init, loop_of, wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
-from mlx_gradscale.core.trees import slots
 
 # How the state is stored.
 each_form = pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(state_
         optimizer.apply_gradients(half, half)
     optimizer.init(half)
     optimizer.apply_gradients(half, half)
-    kept = optimizer.state["masters"] or optimizer.state["remainders"]
+    kept = optimizer.state["masters" if state_bits == 32 else "remainders"]
     assert set(kept) == {"w"}
 
 
@@ -228,33 +227,6 @@ def test_emptied_state_can_be_restored_and_resumes(empty, form, compiled):
         training.run(range(3, 6))
         found.append(training.everything())
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("when", ["before init", "after init"])
-@pytest.mark.parametrize("saved", [32, 16])
-def test_moments_of_the_other_dtype_are_cast_with_one_warning(saved, when):
-    arguments = {"dtype": mx.float32, "compiled": False}
-    training = Training(**arguments, state_bits=saved)
-    training.run(range(3))
-    is_first = when == "after init"
-    again = Training(**arguments, init=is_first, state_bits=48 - saved)
-    dtypes = {32: "float32", 16: "bfloat16"}
-    saved, other = dtypes[saved], dtypes[48 - saved]
-    again.model.update(training.model.parameters())
-
-    def load():
-        again.optimizer.state = dict(tree_flatten(training.optimizer.state))
-        again.optimizer.init(again.model.trainable_parameters())
-
-    with pytest.warns(UserWarning, match=f"{saved} and are cast to {other}") as found:
-        load()
-    assert len(found) == 1
-    state = tree_map(lambda x: x, training.optimizer.state["optimizer"])
-    for _, box, key in slots(state):
-        if box[key].ndim:
-            box[key] = box[key].astype(getattr(mx, other))
-    assert bits(again.optimizer.state["optimizer"]) == bits(state)
-    again.run(range(3, 6), bad=(4,))
 
 
 def test_state_of_another_model_that_was_set_before_init_is_refused_by_init():

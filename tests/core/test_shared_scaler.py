@@ -8,7 +8,7 @@ import mlx.optimizers as optim
 import pytest
 from support.helpers import INF, Mlp, batch, bits, mse
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.core.masters import to_float32
 
 
@@ -148,11 +148,3 @@ def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
         for _ in range(2):
             optimizer.apply_gradients(weights, weights)
         assert optimizer.masters(weights)["w"].item() == pytest.approx(1 - 2e-4)
-
-
-def test_multi_optimizer_of_wrappers_is_refused_when_it_is_used():
-    multi = optim.MultiOptimizer([MasterWeightOptimizer(optim.SGD(0.1))])
-    weights = {"w": mx.ones(1)}
-    for use in (multi.init, partial(multi.apply_gradients, weights)):
-        with pytest.raises(TypeError, match="Wrap the MultiOptimizer"):
-            use(weights)

@@ -18,9 +18,18 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 # Attributes of MLX's optimizers that MLX does not document.
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
-    *("trees", "masters", "eight_bit", "notices", "scale", "fusion", "finite"),
+    *(
+        "trees",
+        "masters",
+        "notices",
+        "scale",
+        "fusion",
+        "eight_bit",
+        "storage",
+        "finite",
+    ),
     *("intercept", "forward", "passes"),
-    *("gradients", "optimizers", "moments", "ranks", "guard", "scaler", "state"),
+    *("gradients", "optimizers", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )
 # The only imports from outside the core. They are inside GradScaler.save and load.
