@@ -10,7 +10,6 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..core.masters import HALF, half_bits, join
-from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.ranks import Group
 from ..core.scale import SETTINGS
@@ -22,6 +21,7 @@ from .folder import Checkpoint, describe_error, read_on_ranks
 from .save import (
     STATE,
     STATISTICS,
+    Wrapper,
     describe_optimizer,
     find_group,
     find_scaler,
@@ -130,7 +130,7 @@ def _restore_optimizer(
     saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 ) -> None:
     state, weights = dict(saved.optimizer), dict(flatten(model.parameters()))
-    is_wrapper = isinstance(optimizer, LossScaleOptimizer)
+    is_wrapper = isinstance(optimizer, Wrapper)
     if state.keys() - optimizer_places(optimizer).keys():
         optimizer.init(model.trainable_parameters())  # keeps existing state
     places = optimizer_places(optimizer)

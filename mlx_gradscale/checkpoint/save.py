@@ -11,7 +11,7 @@ from mlx.nn.layers.distributed import FullyShardedModule
 from mlx.optimizers import Optimizer
 
 from ..core.finite import all_finite
-from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.optimizers import needs_init, single_optimizers
 from ..core.ranks import Group, Ranks
 from ..core.scaler import GradScaler
@@ -22,8 +22,9 @@ from ..files.text import dtype_name
 from ..nonfinite_leaves import nonfinite
 from .folder import Checkpoint, add_checkpoint, encode_checkpoint, write_files
 
-# The name that checkpoints use for LossScaleOptimizer and its subclasses.
-WRAPPER = "LossScaleOptimizer"
+# The wrappers, whose names checkpoints also use for their subclasses.
+Wrapper = LossScaleOptimizer | MasterWeightOptimizer
+WRAPPERS = {kind.__name__: kind for kind in (LossScaleOptimizer, MasterWeightOptimizer)}
 # Types of optimizer state that checkpoints support.
 STATE = (mx.array, bool, int, float)
 # BatchNorm's statistics, which change although they are not trainable.
@@ -98,7 +99,7 @@ def save_checkpoint(
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group, call = find_group(optimizer, scaler), "save_checkpoint"
-    if isinstance(optimizer, LossScaleOptimizer) and needs_init(optimizer.optimizer):
+    if isinstance(optimizer, Wrapper) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
     with raise_together(group, call):
         saved = capture(model, optimizer, scaler, frozen)._replace(extra=extra)
@@ -136,7 +137,7 @@ def capture(
         "next_rates": _next_rates(optimizer),
         "frozen": {name: fingerprint(x) for name, x in others.items()},
     }
-    if isinstance(optimizer, LossScaleOptimizer):
+    if isinstance(optimizer, Wrapper):
         state |= _current_masters(model, optimizer)
     numbers = None if scaler is None else scaler.state_dict()
     return Checkpoint(weights, state, numbers, {}, description)
@@ -149,10 +150,10 @@ def find_scaler(optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler |
             f"scaler must be a GradScaler, got {scaler!r}. Pass other values by name, "
             "such as step=5."
         )
-    if isinstance(optimizer, LossScaleOptimizer):
+    if isinstance(optimizer, Wrapper):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(
-                "A LossScaleOptimizer has its own scaler. Do not pass a scaler."
+                f"A {type(optimizer).__name__} has its own scaler. Do not pass one."
             )
         scaler = optimizer.scaler
     if scaler is not None and scaler._stages:
@@ -171,7 +172,7 @@ def find_group(optimizer: Optimizer, scaler: GradScaler | None) -> Group:
 
 def find_shards(model: nn.Module, optimizer: Optimizer) -> set[str] | None:
     """Return the paths of the parameters that are shards, or None without sharding."""
-    ranks = optimizer._ranks if isinstance(optimizer, LossScaleOptimizer) else Ranks()
+    ranks = optimizer._ranks if isinstance(optimizer, Wrapper) else Ranks()
     prefixes = tuple(
         f"{path}." if path else ""
         for path, module in model.named_modules()
@@ -220,7 +221,7 @@ def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
                 )
         elif isinstance(value, STATE):
             places[name] = container, key
-    if isinstance(optimizer, LossScaleOptimizer):
+    if isinstance(optimizer, Wrapper):
         return {k: place for k, place in places.items() if not k.startswith(_UNSAVED)}
     return places
 
@@ -228,12 +229,13 @@ def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
 def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the class, schedules and settings of each optimizer, any wrapper first."""
     rows: list[dict[str, Any]] = []
-    if isinstance(optimizer, LossScaleOptimizer):
+    if isinstance(optimizer, Wrapper):
         values: dict[str, Any] = {
             "max_grad_norm": optimizer.max_grad_norm,
             "state_bits": optimizer._state_bits,
         }
-        rows = [{"class": WRAPPER, "schedules": [], "values": values}]
+        kind = next(x.__name__ for x in type(optimizer).mro() if x.__name__ in WRAPPERS)
+        rows = [{"class": kind, "schedules": [], "values": values}]
         optimizer = optimizer.optimizer
     for single in single_optimizers(optimizer):
         values = {
@@ -291,9 +293,7 @@ def _split_weights(
     return saved, {name: x for name, x in own.items() if name not in saved}
 
 
-def _current_masters(
-    model: nn.Module, optimizer: LossScaleOptimizer
-) -> dict[str, mx.array]:
+def _current_masters(model: nn.Module, optimizer: Wrapper) -> dict[str, mx.array]:
     """Return the float32 master weights, updated if a weight was replaced."""
     masters = flatten(optimizer.masters(model.parameters()))
     known = optimizer.state.get("masters", {})

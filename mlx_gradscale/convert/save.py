@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..checkpoint import Checkpoint
-from ..checkpoint.save import WRAPPER, capture, find_scaler
+from ..checkpoint.save import WRAPPERS, capture, find_scaler
 from ..core.masters import join
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
@@ -129,7 +129,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
-    if settings and settings[0]["class"] == WRAPPER:
+    if settings and settings[0]["class"] in WRAPPERS:
         state, settings = {}, settings[1:]
         for name, x in saved.optimizer.items():
             kind, _, path = name.partition(".")

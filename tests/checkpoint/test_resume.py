@@ -7,7 +7,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.checkpoint_runs import KINDS, SCHEDULE, Run, half, scaler
+from support.checkpoint_runs import KINDS, SCHEDULE, Run, bfloat16, half, scaler
 from support.helpers import OPTIMIZERS, batch, bits, mse
 from support.packed_moments import PackedAdamW, check_resume
 
@@ -167,6 +167,11 @@ WRONG = {
         ADAMW,
         lambda: Run(half(optim.AdamW(1e-2)).optimizer),
         "with AdamW, but .* is LossScaleOptimizer, AdamW",
+    ),
+    "other wrapper": (
+        WRAPPED,
+        lambda: bfloat16(dtype=mx.float16),
+        "with LossScaleOptimizer, AdamW, but .* is MasterWeightOptimizer, AdamW",
     ),
     "setting of the wrapper": (
         WRAPPED,

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from support.distributed_parts import fingerprint
 from support.helpers import Traced, batch, multi
 
@@ -40,7 +40,7 @@ class Run:
 
     def _step(self, x, y):
         loss_fn = self._loss
-        if isinstance(self.optimizer, LossScaleOptimizer):
+        if hasattr(self.optimizer, "scale_loss"):
             loss_fn = self.optimizer.scale_loss(loss_fn, self.model)
         if self.scaler is None:
             loss, grads = nn.value_and_grad(self.model, loss_fn)(x, y)
@@ -83,6 +83,10 @@ def half(optimizer, norm=True, **options):
     return Run(wrapped, dtype=mx.float16, model=Net(mx.float16, norm))
 
 
+def bfloat16(dtype=mx.bfloat16, **options):
+    return Run(MasterWeightOptimizer(optim.AdamW(1e-2), **options), dtype=dtype)
+
+
 def unfrozen():
     model = Net()
     model.layers[1].unfreeze()
@@ -101,6 +105,8 @@ KINDS = {
     "LossScaleOptimizer": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=1.0),
     "LossScaleOptimizer of several": lambda: half(multi()),
     "16 bits": lambda: half(optim.AdamW(1e-2), state_bits=16),
+    "MasterWeightOptimizer": bfloat16,
+    "MasterWeightOptimizer, 16 bits": lambda: bfloat16(state_bits=16),
     "compiled AdamW": lambda: Run(optim.AdamW(1e-2), model=Net(norm=False)),
     "compiled LossScaleOptimizer": lambda: half(optim.AdamW(1e-2), norm=False),
     "compiled 16 bits": lambda: half(optim.AdamW(1e-2), norm=False, state_bits=16),
