@@ -10,22 +10,23 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from .core.masters import to_float32
-from .core.optimizer import LossScaleOptimizer
+from .core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from .core.trees import is_floating
+
+Wrapper = LossScaleOptimizer | MasterWeightOptimizer
 
 
 class EMA:
     """Keep an exponential moving average of the trainable weights, in float32.
 
-    With a ``LossScaleOptimizer``, skipped steps do not count, and the average is over
-    the float32 master weights, because a step is often too small to change a float16
-    weight.
+    With a ``LossScaleOptimizer`` or ``MasterWeightOptimizer``, skipped steps do not
+    count, and the average is over the float32 master weights, because a step is often
+    too small to change a half-precision weight.
 
     Args:
         model (nn.Module): The model whose weights initialize the average.
-        optimizer (Optimizer, optional): A ``LossScaleOptimizer``, whose master weights
-            are averaged and whose skipped steps do not count. Other optimizers are
-            ignored. Default: ``None``.
+        optimizer (Optimizer, optional): The optimizer of the model. Only the two above
+            make a difference. Default: ``None``.
         decay (float): The weight of the old average in an update. Default: ``0.999``.
 
     Example:
@@ -53,7 +54,7 @@ class EMA:
             )
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
-        self._optimizer = optimizer
+        self._wrapper = optimizer if isinstance(optimizer, Wrapper) else None
         # Store 1 - decay, because float32 would round a decay close to 1 to 1.
         # Copy the weights, because ``weight += 1`` modifies an array in place.
         self._state: dict[str, Any] = {
@@ -86,10 +87,10 @@ class EMA:
             model (nn.Module): The model to average.
             applied (array, optional): If false, the average does not change. With a
                 ``GradScaler``, pass the result of its ``step``. Default: whether the
-                ``LossScaleOptimizer`` applied its last step, or true without one.
+                optimizer passed to ``EMA`` applied its last step.
         """
-        if applied is None and isinstance(self._optimizer, LossScaleOptimizer):
-            applied = self._optimizer.scaler.last_step_applied
+        if applied is None and self._wrapper is not None:
+            applied = self._wrapper.scaler.last_step_applied
         rate, averages = self._state["rate"], self._state["weights"]
         now = self._full(model)
         self._check("the model", now)
@@ -120,18 +121,17 @@ class EMA:
 
     def _check(self, what: str, weights: dict[str, mx.array]) -> None:
         averages = self._state["weights"]
-        for path in sorted(averages.keys() | weights.keys()):
-            found = (tree.get(path) for tree in (averages, weights))
-            old, new = ("nothing" if x is None else f"shape {x.shape}" for x in found)
-            if old != new:
+        here, there = ({p: x.shape for p, x in t.items()} for t in (averages, weights))
+        for path in sorted(here.keys() | there.keys()):
+            if here.get(path) != there.get(path):
                 raise ValueError(
-                    f"For {path!r}, the average has {old}, but {what} has {new}. Use "
-                    "the same model. After freezing, unfreezing or changing layers, "
-                    "create a new EMA."
+                    f"The average of {path!r} has shape {here.get(path)}, but {what} "
+                    f"has {there.get(path)}. Use the same model. After freezing, "
+                    "unfreezing or changing layers, create a new EMA."
                 )
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:
         tree = model.trainable_parameters()
-        if isinstance(self._optimizer, LossScaleOptimizer):
-            tree = self._optimizer.masters(tree)
+        if self._wrapper is not None:
+            tree = self._wrapper.masters(tree)
         return {p: to_float32(x) for p, x in tree_flatten(tree) if is_floating(x)}

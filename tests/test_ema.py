@@ -5,15 +5,17 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, Mlp, Traced, batch, bits, mse
 
 from mlx_gradscale import (
     GradScaler,
     LossScaleOptimizer,
+    MasterWeightOptimizer,
     restore_checkpoint,
     save_checkpoint,
 )
+from mlx_gradscale.core.masters import to_float32
 from mlx_gradscale.ema import EMA
 
 DECAY = 0.97
@@ -114,6 +116,20 @@ def test_ema_swap_is_undone_even_after_an_error():
     masters = run.optimizer.masters(run.model.parameters())
     own = run.optimizer.state["masters"]["layers.0.weight"]
     assert bits(masters["layers"][0]["weight"]) == bits(own)
+
+
+def test_master_weights_of_a_master_weight_optimizer_are_averaged():
+    model = Mlp(dtype=mx.bfloat16)
+    optimizer = MasterWeightOptimizer(optim.SGD(1e-6))
+    ema = EMA(model, optimizer, decay=0.0)
+    value_and_grad = optimizer.value_and_grad(model, mse(model))
+    for gain in (1, INF):
+        x, y = batch(0, 8, mx.bfloat16)
+        optimizer.update(model, value_and_grad(x * gain, y)[1])
+        ema.update(model)
+        assert bits(ema.state["weights"]) == bits(optimizer.state["masters"])
+    masters = optimizer.masters(model.parameters())
+    assert bits(masters) != bits(tree_map(to_float32, model.parameters()))
 
 
 def test_ema_ignores_a_step_that_a_scaler_skipped():
