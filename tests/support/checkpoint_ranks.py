@@ -64,7 +64,7 @@ def failures(run, checkpoint, rank):
     found["a set"] = message(lambda: save_checkpoint(checkpoint, *run.parts, **extra))
     weight = run.model.layers[0].weight
     run.model.layers[0].weight = weight + rank
-    found["shards"] = message(lambda: save_checkpoint(checkpoint, *run.parts))
+    found["other weights"] = message(lambda: save_checkpoint(checkpoint, *run.parts))
     run.model.layers[0].weight = weight
     if rank == 1:
         run.model.more = nn.Linear(1, 1)
