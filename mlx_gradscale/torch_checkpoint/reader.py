@@ -7,14 +7,14 @@ import zipfile
 from typing import Any
 
 from .objects import CheckpointError, check
-from .source import Record, Source
-from .tensors import Tensor, mlx_dtype, read_all
+from .tensors import MLX_DTYPES, Source, Storage, Tensor, read_all
 from .tree import check_tree, replace_tensors
 from .unpickler import MAX_PICKLE, Unpickler
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+# The lengths of the name and of the extra field, in the header of a zip record.
+_LENGTHS = struct.Struct("<2H")
 # Tensors may be this many times larger than the file, plus 1 MiB.
 _MAX_FACTOR = 4
 # zipfile takes about 15 times the size of a zip directory.
@@ -49,19 +49,22 @@ def load(file: File) -> Any:
         >>> torch_checkpoint.load(file.getvalue())["epoch"]
         3
     """
-    tree = shapes(file)
-    leaves: dict[Tensor, tuple[Any, ...]] = {}
-    replace_tensors(tree, lambda path, leaf: leaves.setdefault(leaf, path))
-    for leaf, path in leaves.items():
-        if mlx_dtype(leaf.dtype) is None:
-            place = "".join(f"[{key!a:.80}]" for key in path[:20])
-            raise CheckpointError(
-                f"obj{place} has the dtype {f'torch.{leaf.dtype}'!a}, which MLX does "
-                "not have. Convert the tensor in PyTorch and save again, or read the "
-                "rest of the file with shapes()."
-            )
-    arrays = dict(zip(leaves, read_all(leaves), strict=True))
-    return replace_tensors(tree, lambda path, leaf: arrays[leaf])
+    tree, tensors = _read(file)
+    if any(tensor.dtype not in MLX_DTYPES for tensor in tensors):
+        replace_tensors(tree, _check_dtype)
+    arrays = dict(zip(tensors, read_all(tensors), strict=True))
+    return replace_tensors(tree, lambda _, leaf: arrays[leaf])
+
+
+def _check_dtype(path: tuple[Any, ...], tensor: Tensor) -> None:
+    """Raise an error with the path of a tensor whose dtype MLX does not have."""
+    place = "".join(f"[{key!a:.80}]" for key in path[:20])
+    check(
+        tensor.dtype in MLX_DTYPES,
+        f"obj{place} has the dtype {f'torch.{tensor.dtype}'!a}, which MLX does not "
+        "have. Convert the tensor in PyTorch and save again, or read the rest of the "
+        "file with shapes().",
+    )
 
 
 def shapes(file: File) -> Any:
@@ -84,29 +87,30 @@ def shapes(file: File) -> Any:
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
+    return _read(file)[0]
+
+
+def _read(file: File) -> tuple[Any, list[Tensor]]:
+    """Return the object in a file, and its tensors."""
     source = Source(file)
     is_zip = source.read(0, 4) == b"PK\x03\x04"
     is_known = is_zip or source.read(0, 1) == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote. Check the path.")
-    value, unpickler = (_read_zip if is_zip else _read_legacy)(source)
-    check_tree(value)
-    stored = sum(x.nbytes for x in unpickler.storages.values())
+    tree, unpickler = (_read_zip if is_zip else _read_legacy)(source)
+    check_tree(tree)
+    tensors = [*unpickler.tensors.values()]
+    stored = sum([storage.nbytes for storage in unpickler.storages.values()])
     check(stored <= source.size, "The file is damaged: its records overlap.")
-    viewed = {
-        (x.storage, x.dtype): x.storage.nbytes for x in unpickler.tensors.values()
-    }
     # Views may repeat elements, and a storage is read once for each dtype.
-    for nbytes in (
-        sum(x.nbytes for x in unpickler.tensors.values()),
-        sum(viewed.values()),
-    ):
-        check(
-            nbytes <= _MAX_FACTOR * source.size + 2**20,
-            f"the tensors have {nbytes:,} bytes, which is more than {_MAX_FACTOR} "
-            "times the size of the file. Call .contiguous() on expanded tensors in "
-            "PyTorch and save again.",
-        )
-    return value
+    read = {(x.storage, x.dtype): x.storage.nbytes for x in tensors}
+    nbytes = max(sum(read.values()), sum([x.nbytes for x in tensors]))
+    check(
+        nbytes <= _MAX_FACTOR * source.size + 2**20,
+        f"the tensors have {nbytes:,} bytes, which is more than {_MAX_FACTOR} times "
+        "the size of the file. Call .contiguous() on expanded tensors in PyTorch and "
+        "save again.",
+    )
+    return tree, tensors
 
 
 def _read_zip(source: Source) -> tuple[Any, Unpickler]:
@@ -119,10 +123,11 @@ def _read_zip(source: Source) -> tuple[Any, Unpickler]:
         "state_dict() of the model with torch.save() instead.",
     )
 
-    def find(name: str) -> Record:
-        problem = f"The file has no record {name[:80]!a}. Copy or save it again."
-        check(folder + name in entries, problem)
-        return _record(source, entries[folder + name])
+    def find(name: str) -> Storage:
+        if folder + name not in entries:
+            problem = f"The file has no record {name[:80]!a}. Copy or save it again."
+            raise CheckpointError(problem)
+        return _find_record(source, entries[folder + name])
 
     def read(name: str) -> bytes:
         record = find(name)
@@ -140,7 +145,7 @@ def _read_zip(source: Source) -> tuple[Any, Unpickler]:
     )
     stream = io.BytesIO(read("data.pkl"))
     unpickler = Unpickler(stream, lambda key: find(f"data/{key}"))
-    value = unpickler.read_pickle()
+    value = unpickler.load()
     problem = "There is data after the end of the pickle. Copy the file again."
     check(not stream.read(1), problem)
     return value, unpickler
@@ -166,8 +171,6 @@ def _zip_entries(source: Source) -> dict[str, zipfile.ZipInfo]:
     try:
         with source.open() as file, zipfile.ZipFile(_Limited(file)) as archive:
             infos = archive.infolist()
-    except CheckpointError:
-        raise
     except Exception as error:  # zipfile raises ten different types
         raise CheckpointError(
             f"The zip directory is damaged or cut off ({error}). Copy the file again."
@@ -178,24 +181,21 @@ def _zip_entries(source: Source) -> dict[str, zipfile.ZipInfo]:
     return entries
 
 
-def _record(source: Source, info: zipfile.ZipInfo) -> Record:
+def _find_record(source: Source, info: zipfile.ZipInfo) -> Storage:
     """Return the location of a zip record; raise if it is compressed or damaged."""
-    name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-    check(
-        is_plain and info.compress_size == info.file_size,
-        f"The record {name} is compressed or encrypted. Load the file in PyTorch and "
-        "save it again.",
-    )
-    is_inside = 0 <= info.header_offset <= source.size
-    header = source.read(info.header_offset, _LOCAL_HEADER.size) if is_inside else b""
-    is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
-    check(is_header, f"The record {name} has a damaged header. Copy the file again.")
-    *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
-    start = info.header_offset + len(header) + name_size + extra_size
-    is_whole = start + info.file_size <= source.size
-    check(is_whole, f"The record {name} is cut off. Copy the file again.")
-    return Record(source, start, info.file_size, info.CRC)
+    problem, start = "is compressed or encrypted. Load it in PyTorch and save it", 0
+    if is_plain and info.compress_size == info.file_size:
+        problem = "has a damaged header. Copy the file"
+        is_inside = 0 <= info.header_offset <= source.size
+        header = source.read(info.header_offset, 30) if is_inside else b""
+        if len(header) == 30 and header[:4] == b"PK\x03\x04":
+            problem = "is cut off. Copy the file"
+            start = info.header_offset + 30 + sum(_LENGTHS.unpack_from(header, 26))
+            if start + info.file_size <= source.size:
+                return Storage(None, info.file_size, source, start, info.CRC)
+    name = ascii(info.filename[:80])
+    raise CheckpointError(f"The record {name} {problem} again.")
 
 
 def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
@@ -204,15 +204,15 @@ def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
-    stream, values = io.BytesIO(source.read(0, MAX_PICKLE)), []
-    unpickler = Unpickler(stream, lambda key: None)
-    for expected in (_MAGIC, _VERSION, None, None, None):
-        values.append(unpickler.read_pickle())
-        is_known = type(values[-1]) is int and values[-1] == expected
-        check(is_known or not expected, "torch.save() did not write this pickle.")
-    *_, value, keys = values
+    stream = io.BytesIO(source.read(0, MAX_PICKLE))
+    unpickler = Unpickler(stream, lambda key: Storage(None, -1, source))
+    for expected in (_MAGIC, _VERSION):
+        found = unpickler.load()
+        is_known = type(found) is int and found == expected
+        check(is_known, "torch.save() did not write this pickle.")
+    _system, value, keys = unpickler.load(), unpickler.load(), unpickler.load()
     storages = unpickler.storages
-    is_list = type(keys) is list and all(type(key) is str for key in keys)
+    is_list = type(keys) is list and {*map(type, keys)} <= {str}
     check(
         is_list and sorted(keys) == sorted(storages),
         "The file is damaged: its storages do not match its tensors. Copy it again.",
@@ -221,8 +221,7 @@ def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
     for key in keys:
         storage = storages[key]
         count = int.from_bytes(source.read(at, 8), "little", signed=True)
-        storage.data = Record(source, at + 8, storage.nbytes, None)
-        at += 8 + storage.nbytes
+        storage.start, at = at + 8, at + 8 + storage.nbytes
         fits = count == storage.numel and at <= source.size
         check(fits, "The file is damaged: a storage has the wrong size. Copy it again.")
     check(at == source.size, "The file has data after the last storage. Copy it again.")

@@ -1,23 +1,29 @@
 """Lazy tensors: views of storages, which are blocks of bytes in a file."""
 
+import io
+import os
+import stat
+import weakref
+import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from operator import mul
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
 
 from .objects import CheckpointError, check
-from .source import Record
 
 Array = mx.array | np.ndarray[Any, Any]
 
 # MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
-# One thread takes 0.3 s for the checksum of 1 GB.
-_THREADS = 4
+# Data is copied and its checksum computed in pieces that fit in a cache, by this many
+# threads: one thread takes 0.3 s for the checksum of 1 GB.
+_PIECE, _THREADS = 2**18, 4
 # PyTorch's classes of storages, and the dtypes of their elements. Tensors of other
 # dtypes have an untyped storage and record their own dtype.
 STORAGES = {
@@ -34,32 +40,66 @@ STORAGES = {
     "IntStorage": "int32",
     "LongStorage": "int64",
 }
-# The dtypes of arrays that can be saved.
+# The dtypes of arrays that can be saved, and MLX's dtypes of these names.
 DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
+MLX_DTYPES: dict[str, mx.Dtype] = {
+    name: getattr(mx, "bool_" if name == "bool" else name)
+    for name in DTYPES - {"complex128"}
+}
+# The bytes per element. A dtype that is not here has an untyped storage.
+SIZES = {"complex128": 16} | {name: x.size for name, x in MLX_DTYPES.items()}
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-def dtype_name(array: Any) -> str:
-    """Return the name of the dtype of an MLX or numpy array."""
-    name = getattr(array.dtype, "name", str(array.dtype))
-    return name.removeprefix("mlx.core.").removesuffix("_")
+class Source:
+    """The bytes of a checkpoint. A file stays open as long as this object exists.
 
+    Args:
+        file (str, PathLike or bytes): A path, or the contents of a file.
+    """
 
-def item_size(dtype: str) -> int:
-    """Return the bytes per element; 1 for dtypes that neither MLX nor numpy has."""
-    known = mlx_dtype(dtype)
-    return known.size if known else 16 if dtype == "complex128" else 1
+    def __init__(self, file: "str | os.PathLike[str] | bytes") -> None:
+        self._data: memoryview | None = None
+        if isinstance(file, (bytes, bytearray)):
+            self._data, self.size = memoryview(bytes(file)), len(file)
+            return
+        shown = os.fspath(file)
+        check(
+            not os.path.exists(os.path.join(file, ".metadata")),
+            f"{shown} is a folder of torch.distributed.checkpoint. Convert it to a "
+            "file with: python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {shown} FILE",
+        )
+        # Opening a pipe would wait for a writer.
+        check(
+            stat.S_ISREG(os.stat(file).st_mode),
+            f"{shown} is not a regular file. Pass the path of a file that torch.save() "
+            "wrote.",
+        )
+        self._descriptor = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
 
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file."""
+        if self._data is not None:
+            return io.BytesIO(self._data)
+        return open(self._descriptor, "rb", closefd=False)
 
-def mlx_dtype(dtype: str) -> mx.Dtype | None:
-    """Return MLX's dtype of a name, or None if MLX does not have it."""
-    found = getattr(mx, "bool_" if dtype == "bool" else dtype, None)
-    return found if isinstance(found, mx.Dtype) else None
+    def read(self, start: int, size: int) -> bytes:
+        """Return up to ``size`` bytes."""
+        if self._data is not None:
+            return bytes(self._data[start : start + size])
+        return os.pread(self._descriptor, size, start)
 
-
-def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row-major strides in elements; PyTorch counts an empty axis as 1."""
-    return tuple(prod(n or 1 for n in shape[i:]) for i in range(1, len(shape) + 1))
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill a memoryview of bytes."""
+        if self._data is not None:
+            target[:] = self._data[start : start + target.nbytes]
+        elif os.preadv(self._descriptor, [target], start) != target.nbytes:
+            raise CheckpointError(
+                "The file became shorter while it was read. Try again."
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -69,38 +109,52 @@ class Storage:
     Attributes:
         dtype (str or None): The dtype of the elements; None if it is untyped.
         nbytes (int): The size.
-        data (Record or array): The location in a file, or an array. A legacy file
-            gives locations after its objects; until then, this is None.
+        data (Source or array): The file or the array.
+        start (int): The position in the file.
+        checksum (int or None): The CRC-32, if the file has one.
     """
 
     dtype: str | None
     nbytes: int
     data: Any
+    start: int = 0
+    checksum: int | None = None
 
     @property
     def numel(self) -> int:
         """The number of elements; of bytes if it is untyped."""
-        return self.nbytes // item_size(self.dtype) if self.dtype else self.nbytes
+        return self.nbytes // SIZES[self.dtype] if self.dtype else self.nbytes
 
-    @property
-    def is_array(self) -> bool:
-        """Whether the bytes are those of an array."""
-        return self.data is not None and not isinstance(self.data, Record)
+    def read_into(self, target: memoryview) -> None:
+        """Read the bytes from the file and verify them."""
+        found = 0
+        for at in range(0, self.nbytes, _PIECE):
+            piece = target[at : at + _PIECE]
+            self.data.read_into(piece, self.start + at)
+            found = zlib.crc32(piece, found)
+        self._verify(found)
+        values = np.frombuffer(target, np.uint8)
+        if self.dtype == "bool" and values.max(initial=0) > 1:
+            raise CheckpointError("A bool tensor has bytes above 1. Save it again.")
 
-    def pieces(self) -> Iterator[bytes | memoryview]:
-        """Yield the bytes, little-endian and row-major; check those of a file."""
-        if isinstance(self.data, Record):
-            yield from self.data.pieces()
-        else:
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes, little-endian and row-major, and verify those of a file."""
+        if not isinstance(self.data, Source):
             yield bytes_of(self.data)
+            return
+        found = 0
+        for at in range(0, self.nbytes, 16 * _PIECE):
+            piece = memoryview(bytearray(min(16 * _PIECE, self.nbytes - at)))
+            self.data.read_into(piece, self.start + at)
+            found = zlib.crc32(piece, found)
+            yield piece
+        self._verify(found)
 
-    def fill(self, words: mx.array) -> None:
-        """Read the bytes into the memory of an array."""
-        target = np.asarray(memoryview(words)).reshape(-1).view(np.uint8)  # type: ignore[arg-type]
-        self.data.read_into(target)
-        is_bool = self.dtype == "bool"
-        problem = "A bool tensor has bytes above 1. Save the file again."
-        check(not is_bool or target.max(initial=0) <= 1, problem)
+    def _verify(self, found: int) -> None:
+        if self.checksum not in (None, found):
+            raise CheckpointError(
+                "The file is damaged: the checksum of a record is wrong. Copy it again."
+            )
 
 
 def bytes_of(array: Any) -> memoryview:
@@ -111,14 +165,29 @@ def bytes_of(array: Any) -> memoryview:
             if array.dtype == mx.bfloat16:  # numpy has no bfloat16: view its bits
                 array = array.view(mx.uint16)
         mx.eval(array)
-        array = np.asarray(memoryview(array))
-    else:
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    data: memoryview = array.reshape(-1).view(np.uint8).data
-    return data
+        return _view_bytes(array)
+    return _view_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+def _view_bytes(array: Any) -> memoryview:
+    return np.asarray(memoryview(array)).reshape(-1).view(np.uint8).data
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of the dtype of an MLX or numpy array."""
+    name = getattr(array.dtype, "name", str(array.dtype))
+    return name.removeprefix("mlx.core.").removesuffix("_")
+
+
+def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return row-major strides in elements; PyTorch counts an empty axis as 1."""
+    strides = [1]
+    for n in shape[:0:-1]:
+        strides.append(strides[-1] * (n or 1))
+    return tuple(strides[::-1]) if shape else ()
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Tensor:
     """A tensor in a checkpoint, which is read only on demand.
 
@@ -148,7 +217,7 @@ class Tensor:
     def read(self) -> mx.array:
         """Read the values.
 
-        To read many tensors, use :func:`read_all`, which reads a shared storage once.
+        To read many tensors, use ``read_all``, which reads a shared storage once.
 
         Raises:
             CheckpointError: If the file is damaged, or MLX does not have the dtype.
@@ -164,7 +233,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Size in bytes of the values."""
-        return prod(self.shape) * item_size(self.dtype)
+        return prod(self.shape) * SIZES.get(self.dtype, 1)
 
     @property
     def is_whole(self) -> bool:
@@ -172,32 +241,30 @@ class Tensor:
         is_all = self.nbytes == self.storage.nbytes
         return is_all and self.strides == row_strides(self.shape)
 
+    def check(self) -> None:
+        """Raise unless the view fits its storage and MLX's limits."""
+        shape, strides = self.shape, self.strides
+        numbers = (self.offset, *shape, *strides)
+        is_sound = len(shape) == len(strides) <= _MAX_NDIM
+        is_sound = is_sound and {*map(type, numbers)} == {int}
+        if not is_sound or min(numbers) < 0 or max(numbers) >= 2**63:
+            raise CheckpointError(
+                "the offset, shape or strides of a tensor are invalid. Save the file "
+                "again."
+            )
+        if max(shape, default=0) > _MAX_DIM or prod(filter(None, shape)) >= 2**62:
+            raise CheckpointError(f"a tensor of shape {shape} is too large for MLX.")
+        room = self.storage.nbytes // SIZES.get(self.dtype, 1)
+        last = self.offset + sum(map(mul, shape, strides)) - sum(strides)
+        if 0 not in shape and last >= room:
+            raise CheckpointError(
+                f"a tensor of shape {shape} with strides {strides} and offset "
+                f"{self.offset} reaches outside its storage of {room} elements. Save "
+                "the file again."
+            )
+
     def __repr__(self) -> str:
         return f"<Tensor {self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}>"
-
-
-def check_view(tensor: Tensor) -> None:
-    """Raise unless a tensor of a file fits its storage and MLX's limits."""
-    shape, strides, offset = tensor.shape, tensor.strides, tensor.offset
-    is_sound = len(shape) == len(strides) and len(shape) <= _MAX_NDIM
-    check(
-        is_sound and all(map(is_count, (offset, *shape, *strides))),
-        "the offset, shape or strides of a tensor are invalid. Save the file again.",
-    )
-    fits = max(shape, default=0) <= _MAX_DIM and prod(n or 1 for n in shape) < 2**62
-    check(fits, f"a tensor of shape {shape} is too large for MLX. Split it.")
-    room = tensor.storage.nbytes // item_size(tensor.dtype)
-    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    check(
-        0 in shape or last < room,
-        f"a tensor of shape {shape} with strides {strides} and offset {offset} reaches "
-        f"outside its storage of {room} elements. Save the file again.",
-    )
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a non-negative integer that fits in 64 bits."""
-    return type(value) is int and 0 <= value < 2**63
 
 
 def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
@@ -210,51 +277,47 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
         CheckpointError: If the file is damaged, or MLX does not have a dtype.
     """
     tensors = [*tensors]
-    wholes: dict[tuple[Storage, str], mx.array] = {}
+    # A storage without a dtype is read once for each dtype of its tensors.
+    words: dict[tuple[Storage, str], mx.array] = {}
     for tensor in tensors:
-        if not tensor.storage.is_array and tensor.nbytes:
-            key = tensor.storage, tensor.dtype
-            wholes.setdefault(key, _empty(tensor))
-    mx.eval(list(wholes.values()))
+        key = tensor.storage, tensor.dtype
+        if isinstance(key[0].data, Source) and tensor.nbytes and key not in words:
+            words[key] = _make_words(tensor)
+    mx.eval(list(words.values()))
     with ThreadPoolExecutor(_THREADS) as threads:
-        work = [(storage, words) for (storage, _), words in wholes.items()]
-        list(threads.map(lambda pair: pair[0].fill(pair[1]), work))
+        storages = (storage for storage, _ in words)
+        list(threads.map(Storage.read_into, storages, map(_view_bytes, words.values())))
     found: dict[Tensor, mx.array] = {}
     for tensor in tensors:
         if tensor not in found:
-            found[tensor] = _view(tensor, wholes)
+            found[tensor] = _make_array(tensor, words)
     mx.eval(list(found.values()))  # a lazy array would be tied to this thread
     return [found[tensor] for tensor in tensors]
 
 
-def _empty(tensor: Tensor) -> mx.array:
+def _make_words(tensor: Tensor) -> mx.array:
     """Return an array for the bytes of a tensor's storage."""
-    dtype = mlx_dtype(tensor.dtype)
-    if dtype is None:
-        raise CheckpointError(
-            f"MLX does not have the dtype {f'torch.{tensor.dtype[:80]}'!a}. Convert "
-            "the tensor in PyTorch and save again."
-        )
-    count = tensor.storage.nbytes // dtype.size
+    name = f"{f'torch.{tensor.dtype}'!a}"
+    check(tensor.dtype in MLX_DTYPES, f"MLX does not have the dtype {name}.")
+    size = SIZES[tensor.dtype]
+    shape = tensor.shape if tensor.is_whole else (tensor.storage.nbytes // size,)
     check(
-        tensor.is_whole or count <= _MAX_DIM,
+        max(shape, default=0) <= _MAX_DIM,
         f"a tensor is part of a storage of over {_MAX_DIM} elements. Call .clone() on "
         "it in PyTorch and save again.",
     )
-    shape = tensor.shape if tensor.is_whole else (count,)
-    return mx.empty(shape, _BITS[dtype.size], stream=mx.cpu)
+    return mx.empty(shape, _BITS[size], stream=mx.cpu)
 
 
-def _view(tensor: Tensor, wholes: dict[tuple[Storage, str], mx.array]) -> mx.array:
-    if isinstance(tensor.storage.data, mx.array):
-        return tensor.storage.data
-    if tensor.storage.is_array:
+def _make_array(tensor: Tensor, words: dict[tuple[Storage, str], mx.array]) -> mx.array:
+    """Return an array that views the words of its storage."""
+    if not isinstance(tensor.storage.data, Source):
         return mx.array(tensor.storage.data)
     with mx.stream(mx.cpu):
-        dtype = mlx_dtype(tensor.dtype) or mx.float32
+        dtype = MLX_DTYPES.get(tensor.dtype, mx.float32)
         if not tensor.nbytes:
             return mx.zeros(tensor.shape, dtype)
-        values = wholes[tensor.storage, tensor.dtype].view(dtype)
+        values = words[tensor.storage, tensor.dtype].view(dtype)
         if tensor.is_whole:
             return values.reshape(tensor.shape)
         return mx.as_strided(values, tensor.shape, tensor.strides, tensor.offset)

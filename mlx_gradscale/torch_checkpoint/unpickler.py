@@ -1,8 +1,8 @@
 """A subclass of Python's own unpickler that imports nothing and calls nothing foreign.
 
 Python's C unpickler is not used: a pickle of 9 bytes made it allocate 4 GiB. Only the
-instructions in ``_KEPT`` and ``_OWN`` are read; names become a ``Placeholder``, and a
-pickle can call only the functions in ``BUILDERS``. Any other call is recorded in a
+instructions in ``_ACTIONS`` are read; names become a ``Placeholder``, and a pickle can
+call only the functions in ``BUILDERS``. Any other call is recorded in a
 ``Placeholder`` instead of being executed.
 """
 
@@ -15,78 +15,60 @@ from io import BytesIO
 from typing import Any
 
 from .objects import CheckpointError, Placeholder, check
-from .source import Record
-from .tensors import STORAGES, Storage, Tensor, check_view, is_count, item_size
+from .tensors import SIZES, STORAGES, Storage, Tensor
 from .tree import check_key
 
 MAX_PICKLE = 2**26
-# An instruction takes at most about 150 bytes of memory. PyTorch writes about 35 for
-# each tensor.
+# The number of instructions, and of values (or 64 characters) that constructors copy,
+# because a pickle may copy a memoized value thousands of times. Each takes at most
+# about 150 bytes of memory. PyTorch writes about 35 instructions for each tensor.
 MAX_WORK = 5_000_000
-UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-_DICTS = frozenset({dict, OrderedDict, Counter})
 # A set takes as much memory as this many instructions.
 _SET = 3
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_DICTS = frozenset({dict, OrderedDict, Counter})
 _GATHER = (
     "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
     "it on rank 0: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
     "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
 )
-_Unpickler: Any = pickle._Unpickler
-_Action = Callable[["Unpickler"], None]
+_Python: Any = pickle
 
 
-class _Instructions(dict[int, _Action]):
-    """The action of each instruction, which counts the work of a file.
-
-    Each instruction counts 1, and each value or 64 characters that a constructor
-    copies as well, because it may copy a memoized value thousands of times.
-    """
-
-    work = 0
-
-    def __getitem__(self, code: int) -> _Action:
-        self.spend(1)
-        return super().__getitem__(code)
-
-    def spend(self, work: int) -> None:
-        self.work += work
-        check(
-            self.work <= MAX_WORK,
-            f"the file has more than {MAX_WORK:,} pickle instructions, or copies as "
-            "many values. Split it in PyTorch.",
-        )
-
-
-class Unpickler(_Unpickler):  # type: ignore[misc]
+class Unpickler(_Python._Unpickler):  # type: ignore[misc]
     """Read the pickles of a file.
 
     Args:
-        stream (BytesIO): The stream. After ``read``, it is at the end of the pickle.
-        find (Callable): Returns the location of a storage, given its key; or None if
-            it is not known yet.
+        stream (BytesIO): The stream. After ``load``, it is at the end of the pickle.
+        find (Callable): Returns the storage in the file with a key.
     """
 
-    def __init__(self, stream: BytesIO, find: Callable[[str], Record | None]) -> None:
+    def __init__(self, stream: BytesIO, find: Callable[[str], Storage]) -> None:
         super().__init__(stream, encoding="utf-8")
-        self.dispatch = _Instructions(_ACTIONS)
         self.storages: dict[str, Storage] = {}
         self.tensors: dict[tuple[Any, ...], Tensor] = {}
-        self._stream, self._find = stream, find
+        self._stream, self._find, self._work = stream, find, 0
         self._names: dict[tuple[str, str], Placeholder] = {}
 
-    def read_pickle(self) -> Any:
+    def load(self) -> Any:
         """Interpret the instructions of one pickle and return its object."""
         start = self._stream.tell()
+        frames = _Python._Unframer(self._file_read, self._file_readline)
+        self.read, self.readinto = frames.read, frames.readinto
+        self.readline, self._unframer = frames.readline, frames
         self.memo: dict[int, Any] = {}
+        self.metastack: list[Any] = []
+        self.stack: list[Any] = []
+        self.append, self.proto = self.stack.append, 0
         try:
-            value = self.load()
-            is_whole = not self.stack and not self.metastack
-            check(is_whole, "the pickle does not end with one complete object.")
-            return value
+            self._run()
+        except _Python._Stop as stop:
+            problem = "the pickle does not end with one complete object."
+            check(not self.stack and not self.metastack, problem)
+            return stop.value
         except Exception as error:  # Python's unpickler raises ten different types
             problem = str(error)
-            if isinstance(error, (EOFError, IndexError)):
+            if isinstance(error, IndexError):
                 problem = "the pickle is damaged or cut off. Copy the file again."
             elif isinstance(error, KeyError):
                 code = bytes([error.args[0]])
@@ -95,6 +77,21 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
                 problem = f"the pickle is damaged or cut off ({error})."
             where = f"Pickle, byte {self._stream.tell() - start}{self._last_key()}"
             raise CheckpointError(f"{where}: {problem}") from None
+
+    def _run(self) -> None:
+        read = self.read
+        while self._work < MAX_WORK:
+            self._work += 1
+            _ACTIONS[read(1)[0]](self)
+        self._spend(1)
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        check(
+            self._work <= MAX_WORK,
+            f"the file has more than {MAX_WORK:,} pickle instructions, or copies as "
+            "many values. Split it in PyTorch.",
+        )
 
     def _last_key(self) -> str:
         """Describe the last string on the stack, usually the key of a bad value."""
@@ -116,34 +113,37 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
         # Check the type first: comparing a tensor with a string raises an error.
-        is_storage = type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is str
-        check(
-            is_storage and pid[0] == "storage",
-            "the file refers to something that is not a storage, as whole models saved "
-            "by old PyTorch versions do. Save model.state_dict() in PyTorch instead.",
-        )
+        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
+            raise CheckpointError(
+                "the file refers to something that is not a storage, as whole models "
+                "saved by old PyTorch versions do. Save model.state_dict() in PyTorch "
+                "instead."
+            )
         _, kind, key, _location, numel, *views = pid
         path = kind.path if type(kind) is Placeholder and kind.is_name else ""
         dtype = STORAGES.get(path.removeprefix("torch."))
         is_known = (dtype or path in UNTYPED) and (not views or views[0] is None)
-        is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
-        check(
-            is_known,
-            f"a storage of type {path!a} is described in an unknown way. Convert its "
-            "tensor in PyTorch with .dequantize() or .cpu(), and save again.",
-        )
-        nbytes = numel * (item_size(dtype) if dtype else 1)
+        is_known = is_known and type(key) is str and len(key) <= 64
+        if not is_known or type(numel) is not int or not 0 <= numel < 2**63:
+            raise CheckpointError(
+                f"a storage of type {path!a} is described in an unknown way. Convert "
+                "its tensor in PyTorch with .dequantize() or .cpu(), and save again."
+            )
+        nbytes = numel * SIZES[dtype] if dtype else numel
         if key not in self.storages:
-            self.storages[key] = Storage(dtype, nbytes, self._find(key))
+            self.storages[key] = found = self._find(key)
+            found.dtype = dtype
+            if found.nbytes < 0:  # a legacy file does not say it yet
+                found.nbytes = nbytes
         storage = self.storages[key]
-        is_same = (storage.dtype, storage.nbytes) == (dtype, nbytes)
-        check(is_same, "tensors of different types share a storage. Clone them first.")
-        found = storage.data.nbytes if isinstance(storage.data, Record) else nbytes
-        check(
-            found == nbytes,
-            f"The file is damaged: a storage should have {nbytes} bytes but has "
-            f"{found}.",
-        )
+        if storage.dtype != dtype:
+            problem = "tensors of different types share a storage. Clone them first."
+            raise CheckpointError(problem)
+        if storage.nbytes != nbytes:
+            raise CheckpointError(
+                f"The file is damaged: a storage should have {nbytes} bytes but has "
+                f"{storage.nbytes}."
+            )
         return storage
 
     def rebuild_tensor(
@@ -162,38 +162,39 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
         which has a dtype before the metadata.
         """
         dtype, metadata = storage.dtype, rest[-1] if rest else {}
-        if rest and isinstance(rest[0], Placeholder):
+        if rest and type(rest[0]) is Placeholder:
             is_dtype = rest[0].module == "torch" and rest[0].is_name
             dtype, metadata = rest[0].name if is_dtype else None, rest[1:] and rest[1]
         if dtype is None or len(dtype) > 40:
             raise CheckpointError("a tensor has no known dtype. Save the file again.")
-        advice = "Call .resolve_conj() and .resolve_neg() in PyTorch and save again."
-        check(not metadata, f"the tensor is lazily conjugated or negated. {advice}")
+        if metadata:
+            raise CheckpointError(
+                "the tensor is lazily conjugated or negated. Call .resolve_conj() and "
+                ".resolve_neg() in PyTorch and save again."
+            )
         tensor = Tensor(storage, dtype, offset, shape, strides, requires_grad)
-        check_view(tensor)
+        tensor.check()
         return self._unique(tensor)
 
-    def rebuild_parameter(self, data: Tensor, requires_grad: bool, *_: Any) -> Tensor:
+    def rebuild_parameter(self, data: Tensor, requires_grad: bool, _: Any) -> Tensor:
         """Return a tensor as a ``torch.nn.Parameter``."""
-        return self._unique(
-            replace(data, requires_grad=requires_grad, is_parameter=True)
-        )
+        new = replace(data, requires_grad=requires_grad, is_parameter=True)
+        return self._unique(new)
 
     def _unique(self, tensor: Tensor) -> Tensor:
         """Return the same object for equal views, so that tied tensors are one."""
         flags = tensor.requires_grad, tensor.is_parameter
-        view = tensor.offset, tensor.shape, tensor.strides
         # Text, because a file could choose numbers whose hashes collide.
-        key = id(tensor.storage), tensor.dtype, str(view), flags
-        return self.tensors.setdefault(key, tensor)
+        view = f"{tensor.dtype} {tensor.offset} {tensor.shape} {tensor.strides}"
+        return self.tensors.setdefault((tensor.storage, view, flags), tensor)
 
     def rebuild_from_type(
-        self, function: Placeholder, kind: Placeholder, args: Any, _state: Any
+        self, function: Placeholder, kind: Placeholder, args: tuple[Any, ...]
     ) -> Any:
         """Return a tensor with Python attributes, which are dropped."""
         path = function.path
-        is_plain = path.startswith("torch._utils.") and path in BUILDERS
         plain = ("torch.Tensor", "torch.nn.parameter.Parameter")
+        is_plain = path.startswith("torch._utils.") and path in BUILDERS
         is_plain = is_plain and kind.path in (*plain, "torch.nn.parameter.Buffer")
         check(is_plain, f"a tensor has the unknown class {kind.path!a}. {_GATHER}")
         return self._build(path, args)
@@ -201,14 +202,14 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
     def make_set(self, kind: type[Any], members: Iterable[Any] = ()) -> Any:
         """Return a set or frozenset."""
         members = [*members]
-        self.dispatch.spend(_SET + len(members))
+        self._spend(_SET + len(members))
         for member in members:
             check_key(member)
         return kind(members)
 
     def make_bytes(self, kind: type[Any], text: Any = b"", encoding: str = "") -> Any:
         """Return bytes or a bytearray, from bytes or from Latin-1 text."""
-        self.dispatch.spend(len(text) // 64)
+        self._spend(len(text) // 64)
         if type(text) is str:
             is_latin = encoding in ("latin1", "latin-1")
             is_latin = is_latin and max(text, default="") <= "\xff"
@@ -218,53 +219,52 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
 
     def make_counter(self, counts: dict[Any, Any]) -> Counter[Any]:
         """Return a Counter."""
-        self.dispatch.spend(len(counts))
+        self._spend(len(counts))
         return Counter(counts)
 
     def call(self, opcode: bytes) -> None:
         """Push the result of a call to one of ``BUILDERS``, or a placeholder."""
         args, callee = self.stack.pop(), self.stack.pop()
-        check(
-            type(callee) is Placeholder and type(args) is tuple,
-            f"the pickle calls {_kind(callee)} with {_kind(args)} as its arguments.",
-        )
-        path = callee.path if callee.is_name and opcode == b"R" else ""
-        is_getattr = path == "builtins.getattr" and len(args) == 2
-        is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
-        if is_getattr and args[0].is_name:
+        if type(callee) is not Placeholder or type(args) is not tuple:
+            raise CheckpointError(
+                f"the pickle calls {type(callee).__name__} with {type(args).__name__} "
+                "as its arguments."
+            )
+        path = callee.path if callee.args is None and opcode == b"R" else ""
+        types = [*map(type, args[:3])]
+        if path in BUILDERS:
+            self.append(self._build(path, args))
+        elif path == "builtins.getattr" and types == [Placeholder, str]:
             # Protocol 2 refers to nested classes this way.
             name = f"{args[0].name}.{args[1][:1000]}"
             self.append(self.find_class(args[0].module, name))
-        elif path in BUILDERS:
-            self.append(self._build(path, args))
         else:
             self.append(callee.called(opcode, args))
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
         function, *signatures = BUILDERS[path]
-        is_valid = any(
-            len(args) == len(types) and all(map(isinstance, args, types))
-            for types in signatures
-        )
-        check(
-            is_valid,
-            f"the pickle calls {path} with invalid arguments. Save the file again.",
-        )
+        args = args[:-1] if path in _STATEFUL else args
+        # Compare at most 20 types, because there may be millions of arguments.
+        if (*map(type, args[:20]),) not in signatures:
+            raise CheckpointError(
+                f"the pickle calls {path} with invalid arguments. Save the file again."
+            )
         return function(self, *args)
 
     def edit(self, opcode: bytes, values: list[Any]) -> None:
         """Edit the object on top of the stack; a placeholder only records the edit."""
         target, kind = self.stack[-1], type(self.stack[-1])
         is_pairs = opcode in b"su"
-        is_whole = not is_pairs or len(values) % 2 == 0
-        check(is_whole, "the pickle sets a key without a value. Save the file again.")
+        if is_pairs and len(values) % 2:
+            raise CheckpointError("the pickle sets a key without a value.")
         if kind is Placeholder:
             target.edits.append((opcode, values))
         elif kind is list and opcode in b"ae":
             target.extend(values)
         elif kind in _DICTS and is_pairs:
             for key, value in zip(values[::2], values[1::2], strict=True):
-                check_key(key)
+                if type(key) is not str:
+                    check_key(key)
                 target[key] = value
         elif kind is set and opcode == b"\x90":
             target.update(self.make_set(frozenset, values))
@@ -273,11 +273,11 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
             is_state = is_state and values[0].keys() == {"_metadata"}
-            check(is_state, f"unknown change to a value of type {_kind(target)}.")
+            check(is_state, f"unknown change to a value of type {kind.__name__}.")
             target._metadata = values[0]["_metadata"]
 
     def push(self, value: Any) -> None:
-        """Push a value. Unlike ``append``, it is looked up before marks are popped."""
+        """Push a value. Unlike ``append``, it is looked up after marks are popped."""
         self.stack.append(value)
 
     def load_bytearray8(self) -> None:
@@ -285,44 +285,38 @@ class Unpickler(_Unpickler):  # type: ignore[misc]
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
 _VIEW = (Storage, int, tuple, tuple)
 _V2 = (*_VIEW, bool, OrderedDict)
 _V3 = (*_V2, Placeholder)
-_TENSOR = (
-    *(Unpickler.rebuild_tensor, _VIEW),
-    *(_V2, (*_V2, dict), _V3, (*_V3, dict)),
-)
-_PARAMETER = (Tensor, bool, OrderedDict)
-_FROM_TYPE = (
-    *(Unpickler.rebuild_from_type, (Placeholder, Placeholder, tuple, object)),
-)
+_TENSOR = [Unpickler.rebuild_tensor, _VIEW, _V2, (*_V2, dict), _V3, (*_V3, dict)]
+_PARAMETER = [Unpickler.rebuild_parameter, (Tensor, bool, OrderedDict)]
+_FROM_TYPE = [Unpickler.rebuild_from_type, (Placeholder, Placeholder, tuple)]
 # Functions that a pickle may call, and the types of the arguments that they take.
-BUILDERS: dict[str, tuple[Any, ...]] = {
+BUILDERS: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _TENSOR,
     "torch._utils._rebuild_tensor_v2": _TENSOR,
     "torch._utils._rebuild_tensor_v3": _TENSOR,
-    "torch._utils._rebuild_parameter": (Unpickler.rebuild_parameter, _PARAMETER),
-    "torch._utils._rebuild_parameter_with_state": (
-        *(Unpickler.rebuild_parameter, (*_PARAMETER, object)),
-    ),
+    "torch._utils._rebuild_parameter": _PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": _PARAMETER,
     # The module was renamed in PyTorch 1.9.
     "torch._tensor._rebuild_from_type_v2": _FROM_TYPE,
     "torch.tensor._rebuild_from_type_v2": _FROM_TYPE,
-    "collections.OrderedDict": (lambda u: OrderedDict(), ()),
-    "collections.Counter": (Unpickler.make_counter, (dict,)),
-    "_codecs.encode": (lambda u, *x: u.make_bytes(bytes, *x), (str, str)),
-    "builtins.bytes": (lambda u: b"", ()),
-    "builtins.bytearray": (
-        *(lambda u, *x: u.make_bytes(bytearray, *x), (), (bytes,), (str, str)),
-    ),
-    "builtins.complex": (lambda u, *x: complex(*x), (float, float)),
-    "builtins.set": (lambda u, *x: u.make_set(set, *x), (), (list,)),
-    "builtins.frozenset": (lambda u, *x: u.make_set(frozenset, *x), (), (list,)),
+    "collections.OrderedDict": [lambda u: OrderedDict(), ()],
+    "collections.Counter": [Unpickler.make_counter, (dict,)],
+    "_codecs.encode": [lambda u, *x: u.make_bytes(bytes, *x), (str, str)],
+    "builtins.bytes": [lambda u: b"", ()],
+    "builtins.bytearray": [
+        lambda u, *x: u.make_bytes(bytearray, *x),
+        *((), (bytes,), (str, str)),
+    ],
+    "builtins.complex": [lambda u, *x: complex(*x), (float, float)],
+    "builtins.set": [lambda u, *x: u.make_set(set, *x), (), (list,)],
+    "builtins.frozenset": [lambda u, *x: u.make_set(frozenset, *x), (), (list,)],
 }
+# Their last argument is a state of any type, which is dropped.
+_STATEFUL = {"torch._utils._rebuild_parameter_with_state"}
+_STATEFUL |= {f"torch.{x}._rebuild_from_type_v2" for x in ("_tensor", "tensor")}
+_Action = Callable[[Unpickler], None]
 # Instructions that Python's unpickler may carry out.
 _KEPT = {
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
@@ -350,5 +344,7 @@ _OWN: dict[str, _Action] = {
     "NEWOBJ": lambda u: u.call(b"\x81"),
 }
 _CODES = {op.name: ord(op.code) for op in pickletools.opcodes}
-_ACTIONS = {_CODES[name]: _Unpickler.dispatch[_CODES[name]] for name in _KEPT}
+_ACTIONS: dict[int, _Action] = {
+    _CODES[name]: _Python._Unpickler.dispatch[_CODES[name]] for name in _KEPT
+}
 _ACTIONS |= {_CODES[name]: action for name, action in _OWN.items()}

@@ -129,35 +129,35 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         """Return the same object for equal names, so that each name is written once."""
         return self._names.setdefault((module, name), _Name(module, name))
 
-    def persistent_id(self, obj: Any) -> Any:
-        """Return PyTorch's description of a storage, or None for other objects."""
-        if type(obj) is not Storage:
-            return None
-        key = self.storages.setdefault(obj, str(len(self.storages)))
-        kind = self._name(*_CLASSES.get(obj.dtype, UNTYPED[0]).rsplit(".", 1))
-        return "storage", kind, key, "cpu", obj.numel
+    def _save_storage(self, storage: Storage) -> None:
+        key = self.storages.setdefault(storage, str(len(self.storages)))
+        kind = self._name(*_CLASSES.get(storage.dtype, UNTYPED[0]).rsplit(".", 1))
+        self.save(("storage", kind, key, "cpu", storage.numel))
+        self.write(b"Q")
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Return the call that rebuilds an object, or NotImplemented by default."""
-        if type(obj) is bytes and not obj:
-            # Python writes bytes(), which weights_only=True does not read.
-            return codecs.encode, ("", "latin1")
-        if isinstance(obj, (mx.array, np.ndarray)):
-            return self._reduce_tensor(Tensor.of(obj))
-        if type(obj) is Tensor and obj.is_parameter:
-            data = replace(obj, requires_grad=False, is_parameter=False)
-            function = self._name("torch._utils", "_rebuild_parameter")
-            return function, (data, obj.requires_grad, OrderedDict())
-        return self._reduce_tensor(obj) if type(obj) is Tensor else NotImplemented
+    def _save_array(self, array: Any) -> None:
+        self._save_tensor(Tensor.of(array), array)
 
-    def _reduce_tensor(self, tensor: Tensor) -> Any:
+    def _save_tensor(self, tensor: Tensor, obj: Any = None) -> None:
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        view = tensor.storage, tensor.offset, tensor.shape, tensor.strides
-        args = *view, tensor.requires_grad, hooks
-        if tensor.storage.dtype:
-            return self._name("torch._utils", "_rebuild_tensor_v2"), args
-        kind = self._name("torch", tensor.dtype)
-        return self._name("torch._utils", "_rebuild_tensor_v3"), (*args, kind)
+        if tensor.is_parameter:
+            data = replace(tensor, requires_grad=False, is_parameter=False)
+            args: tuple[Any, ...] = (data, tensor.requires_grad, hooks)
+            function = "_rebuild_parameter"
+        else:
+            view = tensor.storage, tensor.offset, tensor.shape, tensor.strides
+            args, function = (*view, tensor.requires_grad, hooks), "_rebuild_tensor_v2"
+            if not tensor.storage.dtype:
+                args = *args, self._name("torch", tensor.dtype)
+                function = "_rebuild_tensor_v3"
+        name = self._name("torch._utils", function)
+        self.save_reduce(name, args, obj=tensor if obj is None else obj)
+
+    def _save_bytes(self, data: bytes) -> None:
+        if data:
+            _PythonPickler.dispatch[bytes](self, data)
+        else:  # Python writes bytes(), which weights_only=True does not read
+            self.save_reduce(codecs.encode, ("", "latin1"), obj=data)
 
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:
@@ -191,4 +191,9 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     dispatch: ClassVar[dict[type, Any]] = _PythonPickler.dispatch | {
         Placeholder: _save_placeholder,
         _Name: _save_name,
+        Storage: _save_storage,
+        Tensor: _save_tensor,
+        mx.array: _save_array,
+        np.ndarray: _save_array,
+        bytes: _save_bytes,
     }

@@ -183,7 +183,7 @@ def test_record_of_one_gib_is_written_and_read(tmp_path):
     torch = pytest.importorskip("torch")
     path = tmp_path / "big.pt"
     big = np.memmap(tmp_path / "zeros", np.uint8, "w+", shape=(2**10, 2**20))
-    torch_checkpoint.save(path, [big, np.arange(3)])
+    torch_checkpoint.save(path, [np.asarray(big), np.arange(3)])
     first, second = torch.load(path, mmap=True, weights_only=True)
     assert first.shape == (2**10, 2**20)
     assert second.tolist() == [0, 1, 2]
