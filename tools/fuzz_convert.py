@@ -3,16 +3,14 @@
     python tools/fuzz_convert.py --rounds 2000 --seed 1
 
 The fuzzer mutates a valid checkpoint: it replaces, renames, removes, moves and repeats
-entries, and makes numbers huge or odd. It converts each tree in both directions, or
-fills a damaged template. It prints the traceback of every undocumented error, and
-reports rounds that take more than 30 seconds.
+entries, and makes numbers huge or odd. It converts each tree in both directions, and
+prints the traceback of every undocumented error.
 """
 
 import argparse
 import random
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -21,17 +19,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.optimizers import Optimizer
 
-from mlx_gradscale.checkpoint.save import describe_optimizer
-from mlx_gradscale.convert.old_checkpoint import Placeholder, TensorShape
-from mlx_gradscale.convert.optimizers import to_mlx
-from mlx_gradscale.convert.options import Options
-from mlx_gradscale.convert.save import gather, write_run
-from mlx_gradscale.convert.template import make_template
-from mlx_gradscale.convert.template_file import build_optimizer, from_object, to_object
+from mlx_gradscale.checkpoint.save import capture
+from mlx_gradscale.convert.files import Source, write_source
+from mlx_gradscale.convert.rows import Options
+from mlx_gradscale.convert.run import fill, load, make_plan, unwrap
+from mlx_gradscale.torch_checkpoint import Placeholder
 
 EXPECTED = (ValueError, OSError)
-SLOWEST = 30.0
 
 
 class Net(nn.Module):
@@ -75,8 +71,7 @@ def odd_values(rng: random.Random) -> Any:
         [], {}, (), [[]], {"": 1}, {0: 0}, (1, 2), [0.9], {"params": []}, {"step": 3},
         mx.array(1.0), mx.array([1.0]), mx.zeros((0, 3)), mx.zeros((3, 3)),
         mx.array(1j), mx.zeros(3, mx.float16), mx.array(True),
-        TensorShape((3,), "float32"),
-        TensorShape((2**40, 2**40), "float8"), frozenset({1}), 1j,
+        frozenset({1}), 1j,
         Placeholder("numpy", "float64"),
         Placeholder("os", "system").called(b"R", ("true",)),
     ])  # fmt: skip
@@ -134,35 +129,14 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def convert_tree(tree: Any, folder: Path) -> None:
-    """Convert a tree to MLX in memory, and back to a PyTorch file."""
-    model, options = Net(), Options()
-    template, _ = make_template(tree, model, options)
-    tensors = template.tensors()
-    weights, flat = template.plan.to_mlx(tensors), to_mlx(template.groups, tensors)
-    mx.eval(weights, flat)
-    model.load_weights(list(weights.items()), strict=False)
-    run = gather(model)
-    if template.groups:
-        run = run._replace(optimizer=flat, description=_description(template))
-    write_run(folder / "out.pt", template, run, overwrite=True)
-    template.drop_tensors(set(), weights.keys())
-    from_object(to_object(template), folder)
-
-
-def _description(template: Any) -> dict[str, Any]:
-    return {"settings": describe_optimizer(build_optimizer(template))}
-
-
-def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
-    """Make a template of a valid checkpoint, damage it, and try to fill it."""
+def convert_tree(tree: Any, like: Any, folder: Path) -> None:
+    """Convert a tree to MLX in memory, and the run back onto another tree."""
     model = Net()
-    template, _ = make_template(tree, model, Options())
-    flat = to_mlx(template.groups, template.tensors())
-    run = gather(model)._replace(optimizer=flat, description=_description(template))
-    template.drop_tensors(set(), run.weights.keys())
-    damaged = from_object(mutate(to_object(template), rng) or {}, folder)
-    write_run(folder / "out.pt", damaged, run, overwrite=True)
+    run = load(make_plan(Source(tree), model, Options()), model)
+    optimizer = run.optimizer or Optimizer()
+    plan = make_plan(Source(like), model, Options())
+    fill(plan, unwrap(capture(model, optimizer, run.scaler)), ())
+    write_source(folder / "out.pt", plan.source)
 
 
 def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
@@ -170,12 +144,10 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
     rng, outcomes = random.Random(seed), Counter[str]()
     warnings.simplefilter("ignore")
     for number in range(rounds):
-        start = time.perf_counter()
+        good, bad = good_checkpoint(), mutate(good_checkpoint(), rng)
         try:
-            if number % 4 == 3:
-                fill_damaged_template(good_checkpoint(), folder, rng)
-            else:
-                convert_tree(mutate(good_checkpoint(), rng), folder)
+            # Every fourth tree is damaged only on the way back.
+            convert_tree(good if number % 4 == 3 else bad, bad, folder)
             outcome = "converted"
         except EXPECTED as error:
             outcome = type(error).__name__
@@ -186,15 +158,12 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
         except Exception:
             outcome = "bug"
             traceback.print_exc()
-        if time.perf_counter() - start > SLOWEST:
-            outcome = "slow"
-            print(f"round {number} of seed {seed} took too long", file=sys.stderr)
         outcomes[outcome] += 1
     return outcomes
 
 
 def main() -> int:
-    """Run the fuzzer; return 1 if there was a bug or a slow conversion."""
+    """Run the fuzzer; return 1 if there was a bug."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -202,7 +171,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcomes = fuzz(arguments.rounds, arguments.seed, Path(folder))
     print(", ".join(f"{name}: {count}" for name, count in sorted(outcomes.items())))
-    return 1 if outcomes["bug"] or outcomes["slow"] else 0
+    return 1 if outcomes["bug"] else 0
 
 
 if __name__ == "__main__":

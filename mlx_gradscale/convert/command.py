@@ -17,22 +17,16 @@ from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
 from ..commands import EXPECTED, run_command
 from ..files.atomic import atomic_folder
 from ..files.paths import contains, read_json
-from ..files.text import align, list_some, printable
-from .folder import check_folder, check_torch, check_writable
+from ..files.text import align, printable
+from .files import ConvertError, check_folder, check_target, read_source, write_source
 from .layouts import AXES
-from .load import TorchRun, load_torch
-from .names import is_adapter
-from .optimizer_table import OPTIMIZERS
-from .options import Options
-from .save import unwrap, write_run
-from .sections import SECTIONS
-from .template import Template
-from .template_file import FILES, TEMPLATE, read_template, write_template
-from .tree import ConvertError, show
+from .origin import ORIGIN, check_original, read_origin, write_origin
+from .rows import Options, is_adapter
+from .run import Plan, TorchRun, fill, load, make_plan, unwrap
+from .sections import SECTIONS, show
 
 # Names in the folder of a run, with those of a writer that was killed.
-_OWN = re.compile(rf"save-\d+|{re.escape(TEMPLATE)}|{FILES}|\.mlx_gradscale-.*")
-_LARGE = 2**30  # bytes from which the command reports its progress
+_OWN = re.compile(rf"save-\d+|{re.escape(ORIGIN)}|\.mlx_gradscale-.*")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,20 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: The exit code: 0 on success, 1 after an error (printed on one line), 130
         after Ctrl-C, 141 for a closed pipe. Invalid arguments raise ``SystemExit(2)``.
     """
-    return run_command(lambda: _convert(_parse(argv)), EXPECTED)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser()
-    arguments = made.parse_args(argv)
-    given = [arguments.torch_path, arguments.mlx_path]
-    if arguments.paths or None in given:
-        # A PyTorch file has a suffix. If neither path has one, keep their order.
-        bare = sorted(arguments.paths, key=lambda path: not path.suffix)
-        for i, name in enumerate(("PATH", "FOLDER")):
-            given[i] = given[i] or (bare.pop(0) if bare else name)
-        made.error("pass --torch-path {} --mlx-path {}".format(*given))
-    return arguments
+    return run_command(lambda: _convert(parser().parse_args(argv)), EXPECTED)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,17 +55,17 @@ def parser() -> argparse.ArgumentParser:
         "both exist, --to chooses the direction.",
     )
     add = made.add_argument
-    add("paths", nargs="*", type=Path, help=argparse.SUPPRESS)  # for a clear error
     for flag, text in (
         ("--torch-path", "PyTorch checkpoint: a .pt or .safetensors file, or a "
          "checkpoint folder of Accelerate or Transformers' Trainer"),
         ("--mlx-path", "MLX checkpoint folder, as written by save_checkpoint"),
-        ("--like", "PyTorch checkpoint to use as the template for a run that was "
-         "started in MLX; it must contain the same model"),
+        ("--like", "on the way back, the PyTorch checkpoint whose values to replace; "
+         "default: the one that the run came from"),
         ("--names", "file that lists the names of the optimizer's parameters, one per "
          "line, in the order of model.named_parameters() in PyTorch"),
     ):  # fmt: skip
-        add(flag, type=Path, metavar="PATH", help=text)
+        is_needed = flag.endswith("-path")
+        add(flag, type=Path, metavar="PATH", help=text, required=is_needed)
     add(
         "--model",
         metavar="MODULE:NAME",
@@ -97,11 +78,6 @@ def parser() -> argparse.ArgumentParser:
         "--to",
         choices=("mlx", "torch"),
         help="direction of the conversion; required if both paths exist",
-    )
-    add(
-        "--optimizer",
-        choices=tuple(OPTIMIZERS),
-        help="class of the PyTorch optimizer; default: inferred from its state",
     )
     for flag, form, text in (
         ("--rename", "OLD=NEW", "rename PyTorch tensors: a regular expression and, "
@@ -151,15 +127,12 @@ def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
 
 def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in SECTIONS}
-    keys = {name: key for name, key in keys.items() if key is not None}
-    names = tuple(arguments.names.read_text().split()) if arguments.names else None
     return Options(
         rename=partial(_rename, arguments.rename) if arguments.rename else str,
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
-        keys=keys,
-        names=names,
-        optimizer=arguments.optimizer,
+        keys={name: key for name, key in keys.items() if key is not None},
+        names=arguments.names.read_text().split() if arguments.names else None,
         accept=tuple(arguments.accept),
     )
 
@@ -186,44 +159,40 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    source, path = arguments.torch_path, arguments.mlx_path
+    original, path = arguments.torch_path, arguments.mlx_path
     check_folder(path, lambda name: bool(_OWN.fullmatch(name)), arguments.overwrite)
-    check_writable(path)
-    model = _model(arguments.model)
-    _report("Reading", source)
-    run = load_torch(source, model, _options(arguments))
-    template, notes = run.template, run.notes
-    others = [*template.entries_beside(), *(template.files or ())]
-    if others:
-        notes.append(f"{TEMPLATE} keeps these parts unchanged: {list_some(others)}.")
-    _print_notes(notes)
+    check_target(path, None, arguments.overwrite)
+    model, options = _model(arguments.model), _options(arguments)
+    plan = make_plan(read_source(original), model, options)
+    run = load(plan, model)
+    _print_notes(run.notes)
     if arguments.dry_run:
-        print(_describe(template, source, path))
+        print(_describe(plan, original, path))
         return
-    step = max((group.step for group in template.groups), default=0)
+    step = max((group.step for group in plan.groups), default=0)
     # The step is 0 if it is unknown: PyTorch's SGD does not save a step count.
     extra: dict[str, Any] = {"step": step} if step else {}
-    # save_checkpoint() needs an optimizer. The base class stands for none.
-    optimizer = run.optimizer or Optimizer()
-    if is_adapter(template.plan.entries):
+    if is_adapter(plan.tensors):
         # The PyTorch checkpoint has no base model, so save only the adapters.
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
-    _report("Writing", path, source)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(path) as folder:
-        save_checkpoint(folder, model, optimizer, run.scaler, **extra)
-        write_template(folder, template)
-    advice = _advice(str(path), run, arguments.model)
-    print("\n".join([f"Wrote {printable(path)}.", *advice]))
+        # save_checkpoint() needs an optimizer. The base class stands for none.
+        save_checkpoint(
+            folder, model, run.optimizer or Optimizer(), run.scaler, **extra
+        )
+        write_origin(folder, path, original, plan, options)
+    print(f"Wrote {printable(path)}. The way back needs {printable(original)}.")
+    print("\n".join(_advice(str(path), run, arguments.model)))
 
 
-def _advice(path: str, run: TorchRun, model: str | None) -> list[str]:
+def _advice(path: str, run: TorchRun, model: str) -> list[str]:
     """Return lines to print after a conversion, with code to paste."""
     if run.optimizer is None:
         return ["There is no optimizer. The weights are in save-*/model.safetensors."]
     has_scaler = run.scaler is not None
-    module, _, name = str(model or "").partition(":")
+    module, _, name = model.partition(":")
     created = [f"from {module} import {name}", f"model = {name}()"] if name else []
     lines = [
         "To resume:" if created else "To resume, create the model, and then:",
@@ -243,41 +212,41 @@ def _advice(path: str, run: TorchRun, model: str | None) -> list[str]:
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
-    options, folder = _options(arguments), arguments.mlx_path
-    target, dry_run = arguments.torch_path, arguments.dry_run
-    check_writable(target)
+    folder, path, like = arguments.mlx_path, arguments.torch_path, arguments.like
+    check_target(path, None, arguments.overwrite)
+    model, options, rows = _model(arguments.model), _options(arguments), None
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
-    like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
-    if not like.exists():
-        if not is_save:
-            latest_checkpoint(folder)  # raises if there is no run at all
-        raise FileNotFoundError(
-            f"{like} does not exist, and the conversion needs a template. Pass an "
-            "existing PyTorch checkpoint of the same model with --like."
+    run = folder.resolve().parent if is_save else folder
+    if (run / ORIGIN).exists() and (model is None or like is None):
+        original, rows, kept = read_origin(run)
+        accept = (*kept.accept, *options.accept)
+        if options != Options(accept=options.accept):
+            raise ConvertError(
+                f"{run / ORIGIN} already contains all options except --accept. Omit "
+                "the others, or pass --like and --model too."
+            )
+        options = Options(keys=kept.keys, names=kept.names, accept=accept)
+        if like is None:
+            check_original(run, original)
+            like = original
+    if like is None:
+        latest_checkpoint(run)  # raises if there is no run at all
+        raise ConvertError(
+            f"{run} has no {ORIGIN}, so its PyTorch checkpoint is unknown. Pass an "
+            "existing PyTorch checkpoint of the same model with --like, and the model "
+            "with --model."
         )
-    template = read_template(like, _model(arguments.model), options)
-    check_torch(target, template.checkpoint, template.files, arguments.overwrite)
-    _report("Reading", folder)
-    run = unwrap(read_checkpoint(folder))
-    if not dry_run:
-        _report("Writing", target, folder)
-    notes, old = write_run(
-        target, template, run, options.accept, arguments.overwrite, dry_run
-    )
-    _print_notes(notes + old)
-    if dry_run:
-        print(_describe(template, folder, target))
+    print(f"Reading {printable(like)}", file=sys.stderr)
+    source = read_source(like)
+    check_target(path, source, arguments.overwrite)
+    plan = make_plan(source, model, options, rows)
+    notes = fill(plan, unwrap(read_checkpoint(folder)), options.accept)
+    _print_notes(notes)
+    if arguments.dry_run:
+        print(_describe(plan, folder, path))
     else:
-        print(f"Wrote {printable(target)}.")
-
-
-def _report(verb: str, path: Path, source: Path | None = None) -> None:
-    """Print what a conversion of gigabytes is doing, to the standard error."""
-    files = [*(source or path).rglob("*"), source or path]
-    size = sum(file.stat().st_size for file in files if file.is_file())
-    if size >= _LARGE:
-        text = f"{verb} {printable(path)} ({size / 2**30:.1f} GiB)..."
-        print(text, file=sys.stderr, flush=True)
+        write_source(path, source)
+        print(f"Wrote {printable(path)}.")
 
 
 def _model(place: str | None) -> Any:
@@ -331,19 +300,16 @@ def _print_notes(notes: Sequence[str]) -> None:
         print(f"note: {printable(note)}", file=sys.stderr)
 
 
-def _describe(template: Template, source: Path, target: Path) -> str:
+def _describe(plan: Plan, source: Path, target: Path) -> str:
     """Return the text that ``--dry-run`` prints."""
-    rows = [("PyTorch", "MLX", "layout")]
-    rows += [
-        (entry.torch, ", ".join(entry.mlx), entry.layout)
-        for entry in template.plan.entries.values()
-    ]
+    table = [("PyTorch", "MLX", "layout")]
+    table += [(n, ", ".join(row.mlx), row.layout) for n, row in plan.table.rows.items()]
     lines = [f"{printable(source)} -> {printable(target)} (dry run)", ""]
-    lines += [align(rows, left=3)]
+    lines += [align(table, left=3)]
     lines += [
-        f"{group.kind} at step {group.step}, parameters: {len(group.entries)}"
-        for group in template.groups
+        f"{group.kind} at step {group.step}, parameters: {len(group.rows)}"
+        for group in plan.groups
     ]
-    if template.sections.scaler is not None:
-        lines.append(f"scaler: {printable(show(template.sections.scaler))}")
+    if plan.sections.scaler is not None:
+        lines.append(f"scaler: {printable(show(plan.sections.scaler))}")
     return "\n".join(lines)

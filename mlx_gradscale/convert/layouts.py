@@ -1,7 +1,7 @@
-"""Find the MLX layout of PyTorch tensors from a model's layers or its ``sanitize``.
+"""Rows that map a PyTorch tensor to MLX, and the rows that a model accepts.
 
-Most mlx-lm models have a ``sanitize`` method that converts weights from Transformers.
-This module calls ``sanitize`` with marked arrays to trace each output to its input.
+Names and layouts come from the model's layers or, for most mlx-lm models, from its
+``sanitize`` method, which is called with marked arrays to trace outputs to inputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
-from .tree import ConvertError
+from .files import ConvertError
 
 Shape = tuple[int, ...]
 
@@ -39,8 +39,8 @@ _APART = 101
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The layout and the MLX names (several if fused) of a PyTorch tensor."""
+class Row:
+    """The MLX names (several if fused) and the layout of a PyTorch tensor."""
 
     torch: str
     mlx: tuple[str, ...]
@@ -73,14 +73,14 @@ class Entry:
         return [tuple(shape[axis] for axis in axes)]
 
 
-def known_names(model: nn.Module) -> dict[str, Entry]:
-    """Map each PyTorch name that a model accepts to its entry.
+def known_rows(model: nn.Module) -> dict[str, Row]:
+    """Return a row for each PyTorch name that a model accepts.
 
     The layout of parameters with three or more dimensions is ``""`` (unknown), except
     for the weights of MLX's convolutions and of ``nn.Bilinear``.
     """
     modules = dict(model.named_modules())
-    entries = []
+    rows = []
     for name, array in tree_flatten(model.parameters()):
         path, _, leaf = name.rpartition(".")
         layout = "" if array.ndim > 2 else "same"
@@ -88,12 +88,12 @@ def known_names(model: nn.Module) -> dict[str, Entry]:
             layout = "conv"
         elif leaf == "weight" and isinstance(modules.get(path), _TRANSPOSED):
             layout = "conv_transpose"
-        entries.append(Entry(name, (name,), layout))
+        rows.append(Row(name, (name,), layout))
     for path, module in modules.items():
         if isinstance(module, nn.MultiHeadAttention):
             prefix = f"{path}." if path else ""
-            entries += [
-                Entry(
+            rows += [
+                Row(
                     f"{prefix}in_proj_{leaf}",
                     tuple(f"{prefix}{part}.{leaf}" for part in _FUSED_PARTS),
                     FUSED,
@@ -101,34 +101,33 @@ def known_names(model: nn.Module) -> dict[str, Entry]:
                 for leaf in ("weight", "bias")
                 if all(leaf in module[part] for part in _FUSED_PARTS)
             ]
-    known = {entry.torch: entry for entry in entries}
-    for entry in entries:
-        known.setdefault(_torch_spelling(entry.torch, modules), entry)
+    known = {row.torch: row for row in rows}
+    for row in rows:
+        known.setdefault(_torch_spelling(row.torch, modules), row)
     return known
 
 
 def _torch_spelling(name: str, modules: Mapping[str, nn.Module]) -> str:
     """Drop the "layers" that MLX's nn.Sequential adds before its indices."""
     words = name.split(".")
-    return ".".join(
-        word
-        for i, word in enumerate(words)
-        if word != "layers"
-        or not isinstance(modules.get(".".join(words[:i])), nn.Sequential)
-    )
+    for i in reversed(range(len(words))):
+        owner = modules.get(".".join(words[:i])) if words[i] == "layers" else None
+        if isinstance(owner, nn.Sequential):
+            del words[i]
+    return ".".join(words)
 
 
 def try_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
+) -> tuple[dict[str, tuple[str, str]], dict[str, Row]]:
     """Call :func:`probe_sanitize`, and undo the changes that it makes to the model.
 
-    Also return the names that the changed model accepts: Gemma 3 removes its
+    Also return the rows that the changed model accepts: Gemma 3 removes its
     ``lm_head`` if the checkpoint has none.
     """
     before = snapshot(model, *map(vars, model.modules()))
     try:
-        return probe_sanitize(model, shapes), known_names(model)
+        return probe_sanitize(model, shapes), known_rows(model)
     finally:
         restore(before)
 

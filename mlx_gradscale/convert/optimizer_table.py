@@ -13,7 +13,7 @@ from typing import Any
 import mlx.optimizers as optim
 
 from ..files.text import list_some
-from .tree import ConvertError, number
+from .files import ConvertError, number
 
 Settings = Mapping[str, Any]
 
@@ -41,11 +41,13 @@ SCHEDULED = (
     "base_momentum",
     "max_momentum",
 )
+# Whether Adam's weight decay is AdamW's. PyTorch before 2.7 does not save it.
+DECOUPLED = "decoupled_weight_decay"
 # Other group keys in torch.optim 1.6 to 2.13 that do not change MLX's update.
 IGNORED = {
     *("lr", "params", "param_names", "name", *SCHEDULED),
     *("foreach", "capturable", "differentiable", "fused"),
-    *("decoupled_weight_decay", "initial_accumulator_value"),
+    *(DECOUPLED, "initial_accumulator_value"),
 }
 # Values that turn settings off, if not 0 or False.
 _OFF = {"cautious_factor": 1, "bias_correction": 1}
@@ -138,32 +140,28 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 
-def recognize(
-    groups: Sequence[Settings], slots: Iterable[str], name: str | None = None
-) -> str:
+def recognize(groups: Sequence[Settings], slots: Iterable[str]) -> str:
     """Return the optimizer, a key of ``OPTIMIZERS``, that a state dict belongs to.
 
     A state dict does not name the optimizer's class, so the class is inferred from the
-    groups and the keys of the state. A ``name`` given by the user is checked.
+    groups and the keys of the state.
     """
     held = set(slots)
-    fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
-    if name in fits:
-        return str(name)
-    if name is None and len(fits) == 1:
+    fits = [name for name, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
+    if fits == ["Adam", "AdamW"]:
+        flags = {group.get(DECOUPLED) for group in groups}
+        # Without weight decay, the two are identical.
+        is_decayed = any(number(group.get("weight_decay", 0)) for group in groups)
+        return "AdamW" if flags == {True} or (is_decayed and None in flags) else "Adam"
+    if len(fits) == 1:
         return fits[0]
-    if name is None and fits == ["Adam", "AdamW"]:
-        return _adam_or_adamw(groups)
-    what = f"does not belong to {name}" if name else "has an unknown format"
-    advice = f"Supported optimizers are {', '.join(OPTIMIZERS)}."
-    if fits:
-        advice = f"Pass optimizer=... (--optimizer) with {' or '.join(fits)}."
     raise ConvertError(
-        f"The optimizer state {what}: the keys of its first parameter group are "
-        f"{list_some(sorted(groups[0]), 20)}, and those of its parameters' state are "
-        f"{list_some(sorted(held), 20) or 'none'}. {advice} To convert the model "
-        "alone, pass keys={'optimizer': ''} (--optimizer-key ''); the optimizer's "
-        "state is then written back to PyTorch unchanged."
+        "The optimizer state has an unknown format: the keys of its first parameter "
+        f"group are {list_some(sorted(groups[0]), 20)}, and those of its parameters' "
+        f"state are {list_some(sorted(held), 20) or 'none'}. Supported optimizers are "
+        f"{', '.join(OPTIMIZERS)}. To convert the model alone, pass keys={{'optimizer':"
+        " ''} (--optimizer-key ''); the optimizer's state is then written back to "
+        "PyTorch unchanged."
     )
 
 
@@ -178,19 +176,6 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bo
     return not (extra or missing) and all(
         spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
         for group in groups
-    )
-
-
-def _adam_or_adamw(groups: Sequence[Settings]) -> str:
-    flags = [group.get("decoupled_weight_decay") for group in groups]
-    if all(flag is True for flag in flags) or all(flag is False for flag in flags):
-        return "AdamW" if flags[0] else "Adam"
-    if all(not number(group.get("weight_decay", 0)) for group in groups):
-        return "Adam"  # identical without weight decay
-    raise ConvertError(
-        "The optimizer has weight decay and is either Adam or AdamW. The PyTorch "
-        "version that saved it did not record which. Pass optimizer='Adam' or "
-        "optimizer='AdamW' (--optimizer)."
     )
 
 
@@ -212,10 +197,17 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
     """Return ``{sentence: setting}`` for unsupported settings that are on."""
-    return {
+    found = {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)
     }
+    is_decayed = spec.mlx is optim.AdamW and plain_setting(settings["weight_decay"])
+    if is_decayed and "lr" in settings and settings.get(DECOUPLED) is not True:
+        found[
+            "The PyTorch version that saved the optimizer did not record whether it is "
+            "AdamW, which MLX has, or Adam with weight decay, which differs."
+        ] = DECOUPLED
+    return found
 
 
 def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:

@@ -6,26 +6,25 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
 
 from ..checkpoint import Checkpoint
-from ..files.text import dtype_name, list_some
-from .groups import MOST_STEPS, Group, Index, need
-from .layouts import Entry
-from .old_checkpoint import TensorShape
+from ..files.text import list_some
+from .files import ConvertError, is_tensor, key_of, match_type, number, read
+from .groups import Group, Index
+from .layouts import Row
 from .optimizer_table import (
     IGNORED,
+    OPTIMIZERS,
     SCHEDULED,
     check_differences,
     differences,
     plain_setting,
     refused_settings,
 )
-from .tree import ConvertError, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
@@ -34,7 +33,7 @@ Rate = float | mx.array | Callable[[mx.array], mx.array]
 def plan_groups(
     groups: Sequence[Group],
     names: Sequence[str],
-    entries: Mapping[str, Entry],
+    rows: Mapping[str, Row],
     trainer_step: Any = None,
 ) -> None:
     """Set the parameters, steps and prefixes of the groups.
@@ -43,12 +42,32 @@ def plan_groups(
     is the default for step counts that PyTorch did not save.
     """
     left = iter(names)
+    known: list[dict[int, str]] = []  # MLX has one step count per optimizer
     for group in groups:
         own = dict(zip(group.settings["params"], left, strict=False))
-        group.entries = {i: entries[name] for i, name in own.items() if name in entries}
-    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
-    _set_steps(groups, trainer_step if is_count else 0)
-    _set_prefixes(groups)
+        group.rows = {i: rows[name] for i, name in own.items() if name in rows}
+        steps = {row: group.slots(i).get("step") for i, row in group.rows.items()}
+        counts = {int(number(x)): r.torch for r, x in steps.items() if x is not None}
+        if len(counts) > 1:
+            shown = [f"{name} at {step}" for step, name in sorted(counts.items())]
+            raise ConvertError(
+                "The parameters of a group are at different steps "
+                f"({list_some(shown)}), but MLX has one step count per optimizer. Put "
+                "each step count in its own parameter group in PyTorch."
+            )
+        known.append(counts)
+    every = {step for counts in known for step in counts}
+    is_count = type(trainer_step) is int and 0 <= trainer_step < 2**53
+    default = every.pop() if len(every) == 1 else trainer_step if is_count else 0
+    rules = []
+    for group, counts in zip(groups, known, strict=True):
+        group.step = next(iter(counts), default)
+        schedule = [number(group.settings.get(key)) for key in SCHEDULED]
+        rules.append((group.kind, group.step, constructor_args(group), schedule))
+    # Each group needs its own MLX optimizer if update rules, rates or steps differ.
+    if any(rule != rules[0] for rule in rules):
+        for i, group in enumerate(groups):
+            group.prefix = f"states.{i}."
 
 
 def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
@@ -67,81 +86,74 @@ def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, accept)
     fresh = [
-        entry.torch
+        row.torch
         for group in groups
         # SGD without momentum has no state.
         if group.spec.has_step or number(group.settings.get("momentum", 1))
-        for index, entry in group.entries.items()
+        for index, row in group.rows.items()
         if group.lacks_state(index)
     ]
-    if fresh and any(not g.lacks_state(i) for g in groups for i in g.entries):
+    if fresh and any(not g.lacks_state(i) for g in groups for i in g.rows):
         notes.append(
             f"PyTorch has no optimizer state for {list_some(fresh, 3)}. The moments of "
             "these parameters start at zero. If they were frozen in PyTorch, freeze "
             "them in the MLX model before loading."
         )
-    steps = {g.kind: g.step for g in groups if not g.spec.has_step and not g.step}
-    if steps:
+    unknown = {g.kind for g in groups if not g.spec.has_step and not g.step}
+    if unknown:
         notes.append(
-            f"{', '.join(sorted(steps))} saves no step count, so MLX starts at step 0. "
-            "If you pass a schedule, set state['step'] of the MLX optimizer or, for a "
-            "MultiOptimizer, of each of its .optimizers."
+            f"{', '.join(sorted(unknown))} saves no step count, so MLX starts at step "
+            "0. If you pass a schedule, set state['step'] of the MLX optimizer or, for "
+            "a MultiOptimizer, of each of its .optimizers."
         )
     return notes
 
 
-def _set_steps(groups: Sequence[Group], default: int) -> None:
-    """Read each group's step count; MLX has one per optimizer, not per parameter."""
-    known: list[dict[int, str]] = []
-    for group in groups:
-        steps = {e: group.slots(i).get("step") for i, e in group.entries.items()}
-        counts = {int(number(x)): e.torch for e, x in steps.items() if x is not None}
-        if len(counts) > 1:
-            shown = [f"{name} at {step}" for step, name in sorted(counts.items())]
-            raise ConvertError(
-                "The parameters of a group are at different steps "
-                f"({list_some(shown)}), but MLX has one step count per optimizer. Put "
-                "each step count in its own parameter group in PyTorch."
-            )
-        known.append(counts)
-    every = {step for counts in known for step in counts}
-    default = every.pop() if len(every) == 1 else default
-    for group, counts in zip(groups, known, strict=True):
-        group.step = next(iter(counts), default)
-
-
-def _set_prefixes(groups: Sequence[Group]) -> None:
-    """Give each group its own MLX optimizer if update rules, rates or steps differ."""
-    rules = []
-    for group in groups:
-        schedule = [number(group.settings.get(key)) for key in SCHEDULED]
-        rules.append((group.kind, group.step, constructor_args(group), schedule))
-    if any(rule != rules[0] for rule in rules):
-        for i, group in enumerate(groups):
-            group.prefix = f"states.{i}."
+def list_moments(groups: Sequence[Group]) -> list[Any]:
+    """Return the tensors of the optimizer state that MLX needs."""
+    return [
+        group.slots(index)[slot]
+        for group in groups
+        for index in group.rows
+        for slot in group.spec.slots
+        if group.slots(index).get(slot) is not None
+    ]
 
 
 def to_mlx(
-    groups: Sequence[Group], tensors: Mapping[str, mx.array]
+    groups: Sequence[Group],
+    tensors: Mapping[str, Any],
+    values: Mapping[Any, mx.array],
 ) -> dict[str, mx.array]:
-    """Return the flat MLX optimizer state, with zeros where PyTorch has no state."""
+    """Return the flat MLX optimizer state, with zeros where PyTorch has no state.
+
+    ``values`` are the values of the tensors by ``key_of``.
+    """
     flat: dict[str, mx.array] = {}
     for group in groups:
         prefix, rate = group.prefix, number(group.settings["lr"])
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
         flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
-        for index, entry in group.entries.items():
-            like = tensors[entry.torch]
+        for index, row in group.rows.items():
+            like = values[key_of(tensors[row.torch])]
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
-                if moment is None:
-                    moment = mx.zeros_like(like, stream=mx.cpu)
-                is_right = isinstance(moment, mx.array) and moment.shape == like.shape
-                what = f"a tensor of shape {like.shape}"
-                need(is_right, f"{theirs} of {entry.torch}", what, moment)
-                for mlx_name, array in entry.to_mlx(moment).items():
-                    flat[f"{prefix}{mlx_name}.{ours}"] = array
+                moment = (
+                    mx.zeros_like(like, stream=mx.cpu)
+                    if moment is None
+                    else values[key_of(moment)]
+                )
+                if moment.shape != like.shape:
+                    raise ConvertError(
+                        f"{theirs} of {row.torch} has shape {moment.shape}, and the "
+                        f"parameter has shape {like.shape}. {_ANOTHER}"
+                    )
+                for name, array in row.to_mlx(moment).items():
+                    flat[f"{prefix}{name}.{ours}"] = array
     return flat
+
+
+_ANOTHER = "Save the model and the optimizer of one run together."
 
 
 def to_torch(
@@ -149,49 +161,51 @@ def to_torch(
     tensors: Mapping[str, Any],
     run: Checkpoint,
     accept: Collection[str],
+    new: dict[Any, mx.array],
 ) -> list[str]:
     """Write an MLX run's optimizer into PyTorch's state dicts, and return notes.
 
-    The weights, ``tensors``, determine the dtypes of new moments.
+    The values of tensors that are there already are added to ``new`` by ``key_of``.
+    The weights, ``tensors``, determine the dtypes of other moments.
     """
     flat, settings = run.optimizer, run.description["settings"]
-    next_rates = run.description.get("next_rates")
+    next_rates = run.description["next_rates"]
     count = len(groups) if groups[0].prefix else 1
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
-            f"The MLX run's optimizer count is {len(settings)}, but the template needs "
+            f"The MLX run's optimizer count is {len(settings)}, but the original needs "
             f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
-    if not isinstance(next_rates, list) or len(next_rates) != count:
-        next_rates = [None] * count  # saved by an older version
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
     for i, group in enumerate(groups):
         at, prefix = i if group.prefix else 0, group.prefix
         used = settings[at]
-        step = float(number(_required(flat, f"{prefix}step")))
-        if not 0 <= step < MOST_STEPS:
+        step = float(_required(flat, f"{prefix}step").item())
+        if not 0 <= step < 2**53:
             raise ConvertError(
                 f"{prefix}step in the MLX optimizer's state must be from 0 to 2**53, "
                 f"got {step:g}. Set it to the number of steps taken."
             )
         if used["class"] != group.spec.mlx.__name__:
-            is_adam = {used["class"], group.kind} == {"Adam", "AdamW"}
-            choice = ", or choose the class with optimizer=... (--optimizer)" * is_adam
             raise ConvertError(
-                f"The MLX optimizer is {used['class']}, but the template's optimizer "
-                f"is {group.kind}. As the template, pass a PyTorch checkpoint of a run "
-                f"with {used['class']}{choice}."
+                f"The MLX optimizer is {used['class']}, but the original's optimizer "
+                f"is {group.kind}. Pass a PyTorch checkpoint of a run with "
+                f"{used['class']} as like= (--like)."
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
-        for index in group.entries:
-            like = tensors[group.entries[index].torch]
-            slots = _torch_slots(group, index, like, flat, int(step))
-            group.write_slots(index, slots)
-        rate = number(_required(flat, f"{prefix}learning_rate"))
+        for index, row in group.rows.items():
+            slots = _torch_slots(group, index, tensors[row.torch], flat, int(step))
+            for slot, value in slots.items():
+                old = group.slots(index).get(slot)
+                if is_tensor(old):
+                    new[key_of(old)] = value
+                else:
+                    group.set_slot(index, slot, value)
+        rate = _required(flat, f"{prefix}learning_rate").item()
         if "learning_rate" in used["schedules"]:
-            if type(next_rates[at]) is float and math.isfinite(next_rates[at]):
+            if next_rates[at] is not None and math.isfinite(next_rates[at]):
                 rate = next_rates[at]
                 rates[f"{rate:.6g}"] = None
             else:
@@ -201,7 +215,12 @@ def to_torch(
                     "needs the next one. Restore the checkpoint in MLX with the "
                     "schedule, and save it again."
                 ] = "learning_rate"
-        group.settings |= _changed_settings(group, used["values"], rate)
+        for key, value in _changed_settings(group, used["values"], rate).items():
+            old = group.settings.get(key)
+            if is_tensor(old):
+                new[key_of(old)] = value
+            else:
+                group.set(key, value)
     notes = check_differences(found, accept)
     if rates:
         notes.append(
@@ -211,7 +230,7 @@ def to_torch(
     return notes
 
 
-def _required(flat: Mapping[str, Any], key: str) -> Any:
+def _required(flat: Mapping[str, Any], key: str) -> mx.array:
     if key not in flat:
         raise ConvertError(
             f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
@@ -229,35 +248,29 @@ def _torch_slots(
 
     New slots have the dtype of the parameter, ``like``, as in PyTorch.
     """
-    entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
-    prefix = group.prefix
-    keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
-    if not any(key in flat for key in keys):  # frozen in MLX
-        if any(isinstance(old.get(slot), TensorShape) for slot in slots):
-            raise ConvertError(
-                f"The MLX optimizer has no state for {entry.mlx[0]}, and the template "
-                "does not contain PyTorch's. Use the optimizer that you trained with."
-            )
-        return {}
-    new = {
-        theirs: entry.to_torch(
-            {n: _required(flat, f"{prefix}{n}.{ours}") for n in entry.mlx}
-        )
-        for theirs, ours in slots.items()
+    row, old, spec = group.rows[index], group.slots(index), group.spec
+    names = {
+        slot: [f"{group.prefix}{name}.{ours}" for name in row.mlx]
+        for slot, ours in spec.slots.items()
     }
-    has_moved = group.spec.has_step and step != group.step
-    is_same = group.lacks_state(index) and not has_moved
-    if is_same and not any(mx.any(x).item() for x in new.values()):
+    if not any(key in flat for keys in names.values() for key in keys):
+        return {}  # frozen in MLX
+    written: dict[str, Any] = {}
+    is_zero = True
+    for slot, keys in names.items():
+        arrays = [_required(flat, key) for key in keys]
+        moment = row.to_torch(dict(zip(row.mlx, arrays, strict=True)))
+        is_zero = is_zero and not mx.any(moment).item()
+        written[slot] = match_type(moment, like if old.get(slot) is None else old[slot])
+    has_moved = spec.has_step and step != group.step
+    if group.lacks_state(index) and not has_moved and is_zero:
         return {}
-    forms = dict.fromkeys(slots, TensorShape(like.shape, dtype_name(like)))
-    forms |= {slot: x for slot, x in old.items() if x is not None}
-    written = {slot: match_type(x, forms[slot]) for slot, x in new.items()}
-    if not group.spec.has_step:
-        return written
-    # A number or an array, depending on PyTorch's version.
-    steps = (slots.get("step") for slots in chain([old], group.states.values()))
-    was = next((x for x in steps if x is not None), mx.array(0.0))
-    return {"step": match_type(step, was)} | written
+    if spec.has_step:
+        # A number or an array, depending on PyTorch's version.
+        states = [old, *group.states.values()]
+        steps = (slots["step"] for slots in states if slots.get("step") is not None)
+        written["step"] = match_type(step, next(steps, mx.array(0.0)))
+    return written
 
 
 def _changed_settings(
@@ -285,36 +298,78 @@ def constructor_args(group: Group) -> dict[str, Any]:
     return own | group.spec.forced | {"learning_rate": number(group.settings["lr"])}
 
 
-def build(
-    groups: Sequence[Group], learning_rate: Rate | Sequence[Rate] | None = None
-) -> optim.Optimizer:
+def build(groups: Sequence[Group], learning_rate: Any = None) -> optim.Optimizer:
     """Build the MLX optimizer, a ``MultiOptimizer`` if PyTorch's groups differ."""
     groups = groups if groups[0].prefix else groups[:1]
-    parts = [
-        group.spec.mlx(**constructor_args(group) | {"learning_rate": rate})
-        for group, rate in zip(groups, _rates(groups, learning_rate), strict=True)
+    rates = [float(number(group.settings["lr"])) for group in groups]
+    # In the first step of a warmup all rates are 0, and only initial_lr differs.
+    first = [number(group.settings.get("initial_lr")) for group in groups]
+    rates = choose_rates(rates, [*zip(rates, first, strict=True)], learning_rate)
+    made = [
+        (group.spec.mlx, constructor_args(group) | {"learning_rate": rate})
+        for group, rate in zip(groups, rates, strict=True)
     ]
+    members = [{n for row in g.rows.values() for n in row.mlx} for g in groups]
+    return join(made, members)
+
+
+def join(
+    made: Sequence[tuple[type[optim.Optimizer], dict[str, Any]]],
+    members: Sequence[Collection[str]],
+) -> optim.Optimizer:
+    """Build one optimizer, or a ``MultiOptimizer`` whose parts have these members."""
+    parts = [cls(**arguments) for cls, arguments in made]
     if len(parts) == 1:
         return parts[0]
-    members = [{n for e in group.entries.values() for n in e.mlx} for group in groups]
     filters = [lambda path, _, own=own: path in own for own in members[:-1]]
     return optim.MultiOptimizer(parts, filters)
 
 
-def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
-    # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array in MLX.
-    own: list[Rate] = [float(number(group.settings["lr"])) for group in groups]
+def choose_rates(rates: Sequence[float], alike: Sequence[Any], given: Any) -> list[Any]:
+    """Return one rate or schedule per optimizer; one serves all that are ``alike``."""
     if given is None:
-        return own
-    # In the first step of a warmup all rates are 0, and only initial_lr differs.
-    first = [number(group.settings.get("initial_lr")) for group in groups]
-    is_shared = len({*zip(own, first, strict=True)}) == 1
+        return [*rates]
+    is_shared = all(x == alike[0] for x in alike)
     if not isinstance(given, (list, tuple)) and is_shared:
-        given = [given] * len(groups)
-    if not isinstance(given, (list, tuple)) or len(given) != len(groups):
-        what = f"a list of {len(groups)} numbers or schedules, one per optimizer"
-        what = what if len(groups) > 1 else "a number or a schedule"
+        return [given] * len(rates)
+    if not isinstance(given, (list, tuple)) or len(given) != len(rates):
+        what = f"a list of {len(rates)} numbers or schedules, one per optimizer"
+        what = what if len(rates) > 1 else "a number or a schedule"
         raise ValueError(
-            f"learning_rate must be {what}, got {given!r}. In PyTorch, it is {own}."
+            f"learning_rate must be {what}, got {given!r}. In the checkpoint, it is "
+            f"{[*rates]}."
         )
     return [*given]
+
+
+def rebuild(
+    settings: Sequence[Mapping[str, Any]],
+    state: Mapping[str, Any],
+    learning_rate: Any = None,
+) -> optim.Optimizer:
+    """Build the optimizer that a checkpoint of a converted run describes."""
+    classes = {spec.mlx.__name__: spec.mlx for spec in OPTIMIZERS.values()}
+    unknown = [row["class"] for row in settings if row["class"] not in classes]
+    if unknown or not settings:
+        raise ConvertError(
+            f"The run's optimizer is {list_some(unknown) or 'missing'}, which is not "
+            "one that PyTorch runs are converted to. Create it with mlx.optimizers."
+        )
+    prefixes = [f"states.{i}." for i in range(len(settings))]
+    prefixes = prefixes if len(settings) > 1 else [""]
+    rates = [float(number(state[f"{prefix}learning_rate"])) for prefix in prefixes]
+    members = [
+        {
+            k.removeprefix(prefix).rpartition(".")[0]
+            for k in state
+            if k.startswith(prefix)
+        }
+        for prefix in prefixes
+    ]
+    made = [
+        (classes[row["class"]], row["values"] | {"learning_rate": rate})
+        for row, rate in zip(
+            settings, choose_rates(rates, rates, learning_rate), strict=True
+        )
+    ]
+    return join(made, members)

@@ -15,12 +15,11 @@ from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import (
     ConvertError,
-    Options,
     build_optimizer,
     load_torch,
     save_torch,
 )
-from mlx_gradscale.convert.folder import read_torch
+from mlx_gradscale.convert.files import read_source
 from mlx_gradscale.torch_checkpoint import Placeholder
 
 NAMES = ("fc.weight", "fc.bias")
@@ -47,10 +46,11 @@ def trainer_folder(path, schedule=True):
 def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn):
     source = trainer_folder(tmp_path / "checkpoint-3")
     model = Small()
-    run = load_torch(source, model, Options(names=NAMES))
+    run = load_torch(source, model, names=NAMES)
     for _ in range(3):
         take_step(model, run.optimizer)
-    notes = save_torch(tmp_path / "back", model, run.optimizer, like=run.template)
+    parts = model, run.optimizer
+    notes = save_torch(tmp_path / "back", *parts, like=source, names=NAMES)
     assert notes[0] == (
         "Changed to match the optimizer's step: global_step from 3 to 6, "
         "epoch from 0.5 to 1, last_epoch from 3 to 6, _step_count from 4 to 7."
@@ -66,40 +66,41 @@ def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn)
     assert (scheduler["last_epoch"], scheduler["_step_count"]) == (6, 7)
     back = pt.load(tmp_path / "back/optimizer.pt")
     assert back["state"][0]["step"].item() == 6
-    assert run.template["trainer_state.json"]["global_step"] == 3
+    assert json.loads((source / "trainer_state.json").read_text())["global_step"] == 3
 
 
 def test_trainer_run_with_sgd_starts_at_its_global_step(tmp_path, recwarn):
     source = trainer_folder(tmp_path / "in")
     pt.save(source / "optimizer.pt", small()[1])
     model = Small()
-    run = load_torch(source, model, Options(names=NAMES))
+    run = load_torch(source, model, names=NAMES)
     assert run.optimizer.step.item() == 3
     assert not any("saves no step count" in note for note in run.notes)
     take_step(model, run.optimizer)
-    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    save_torch(tmp_path / "out", model, run.optimizer, like=source, names=NAMES)
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 4
     for count in (-1, 2**60, "3", None, True):
         text = json.dumps({"global_step": count})
         (source / "trainer_state.json").write_text(text)
-        run = load_torch(source, model, Options(names=NAMES))
+        run = load_torch(source, model, names=NAMES)
         assert run.optimizer.step.item() == 0
         (note,) = [note for note in run.notes if "SGD saves no step count" in note]
         assert "for a MultiOptimizer, of each of its .optimizers" in note
 
 
-def test_step_counters_that_the_user_set_are_not_overwritten(tmp_path, recwarn):
+def test_step_counters_that_differ_from_the_optimizer_are_not_changed(tmp_path):
+    source = trainer_folder(tmp_path / "in")
+    (source / "trainer_state.json").write_text(json.dumps({"global_step": 100}))
     model = Small()
-    run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
+    run = load_torch(source, model, names=NAMES)
     take_step(model, run.optimizer)
-    run.template["trainer_state.json"] |= {"global_step": 100}
-    run.template["scheduler.pt"] |= {"last_epoch": 100}
-    notes = save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    parts = model, run.optimizer
+    notes = save_torch(tmp_path / "out", *parts, like=source, names=NAMES)
     assert not any("Changed to match" in note for note in notes)
+    assert "scheduler.pt" in notes[0]
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 100
-    assert "scheduler.pt" not in notes[0]
 
 
 def test_convert_command_round_trips_a_folder(tmp_path, capsys):
@@ -107,10 +108,13 @@ def test_convert_command_round_trips_a_folder(tmp_path, capsys):
     (tmp_path / "names").write_text("\n".join(NAMES))
     forward(source, tmp_path / "run", "--names", str(tmp_path / "names"))
     forward(tmp_path / "out", tmp_path / "run")
-    a, b = (read_torch(tmp_path / folder)[:2] for folder in ("in", "out"))
-    identical(a[0], b[0])
-    for name, file in a[1].items():
-        assert file.read_bytes() == b[1][name].read_bytes()
+    a, b = (read_source(tmp_path / folder) for folder in ("in", "out"))
+    for name, content in a.tree.items():
+        if name.endswith(".pt"):
+            content, b.tree[name] = (pt.load(tmp_path / x / name) for x in ("in", "out"))
+        identical(content, b.tree[name])
+    for name, file in a.others.items():
+        assert file.read_bytes() == b.others[name].read_bytes()
 
 
 def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
@@ -127,14 +131,13 @@ def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
     for end in ("", "_1"):
         keys = {"model": f"pytorch_model{end}.bin", "optimizer": f"optimizer{end}.bin"}
         model = Small()
-        run = load_torch(source, model, Options(keys=keys))
+        run = load_torch(source, model, keys=keys)
         model.fc.bias = model.fc.bias + 1
         target = tmp_path / f"out{end}"
-        save_torch(target, model, run.optimizer, like=last, options=Options(keys=keys))
+        save_torch(target, model, run.optimizer, like=last, keys=keys)
         last = target
-    back, _, _ = read_torch(last)
     for end in ("", "_1"):
-        weights = back[f"pytorch_model{end}.bin"]
+        weights = pt.load(last / f"pytorch_model{end}.bin")
         assert weights["fc.bias"].tolist() == [2.0, 3.0]
     assert (last / "random_states_0.pkl").read_bytes() == b"not read"
 
@@ -152,8 +155,8 @@ def test_sharded_model_comes_back_as_one_file(end, tmp_path):
             mx.save_safetensors(str(path), {name: x}, {"format": "pt"})
     (source / f"model.{end}.index.json").write_text("{}")
     model = Small()
-    run = load_torch(source, model)
-    save_torch(tmp_path / "out", model, like=run.template)
+    load_torch(source, model)
+    save_torch(tmp_path / "out", model, like=source)
     assert [p.name for p in (tmp_path / "out").iterdir()] == [f"model.{end}"]
     again = Small()
     load_torch(tmp_path / "out", again)
@@ -163,7 +166,7 @@ def test_sharded_model_comes_back_as_one_file(end, tmp_path):
         load_torch(first, model)
     if end == "bin":
         for content, word in (
-            ({"fc.bias": mx.ones(2)}, r"another shard both contain fc\.bias"),
+            ({"fc.bias": mx.ones(2)}, "another shard contains too"),
             ({"fc.weight": 3}, "a value that is not a named tensor"),
         ):
             pt.save(first, content)
@@ -225,7 +228,7 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
     with pytest.raises(ConvertError, match=r"safetensors.*--names"):
         load_torch(tmp_path / "in", model)
     # The names as PyTorch's model.named_parameters() gives them.
-    run = load_torch(tmp_path / "in", model, Options(names=tuple(names)))
+    run = load_torch(tmp_path / "in", model, names=tuple(names))
     assert any("lora_alpha / r" in note for note in run.notes)
     attention = model.layers[1].self_attn
     key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
@@ -238,7 +241,8 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
 
     _, grads = nn.value_and_grad(model, loss)(mx.array([[1, 2, 3]]))
     run.optimizer.update(model, grads)
-    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    options = {"like": tmp_path / "in", "names": tuple(names)}
+    save_torch(tmp_path / "out", model, run.optimizer, **options)
     back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
     assert back.keys() == weights.keys()
     assert mx.array_equal(back[key], attention.v_proj.lora_b.T)
@@ -246,9 +250,6 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
     assert moments[7]["step"].item() == 4
     assert moments[7]["exp_avg"].shape == (8, 4)
     assert (tmp_path / "out/adapter_config.json").exists()
-    (tmp_path / "in/adapter_config.json").unlink()
-    notes = save_torch(tmp_path / "new", model, run.optimizer, like=run.template)
-    assert "These files no longer exist: adapter_config.json." in notes
 
 
 def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, capsys):
@@ -275,7 +276,7 @@ def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, cap
     llama = pytest.importorskip("mlx_lm.models.llama")
     base = llama.Model(lora_model().args)
     with pytest.raises(ConvertError, match="linear_to_lora_layers"):
-        load_torch(tmp_path / "in", base, Options(names=tuple(names)))
+        load_torch(tmp_path / "in", base, names=tuple(names))
 
 
 @pytest.mark.parametrize(
@@ -295,37 +296,22 @@ def test_unsupported_folder_error_names_its_kind(name, word, tmp_path):
 def test_folder_with_foreign_files_is_not_replaced(tmp_path, capsys):
     source = trainer_folder(tmp_path / "in", schedule=False)
     model = Small()
-    run = load_torch(source, model, Options(names=NAMES))
-    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    run = load_torch(source, model, names=NAMES)
+    parts, options = (model, run.optimizer), {"like": source, "names": NAMES}
+    save_torch(tmp_path / "out", *parts, **options)
     model.fc.bias = model.fc.bias + 1
-    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    save_torch(tmp_path / "out", *parts, **options)
     back = mx.load(str(tmp_path / "out/model.safetensors"))
     assert back["fc.bias"].tolist() == [1.0, 1.0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     with pytest.raises(FileExistsError, match="--overwrite"):
-        save_torch(tmp_path / "out", model, run.optimizer, like=run.template,
-                   overwrite=False)  # fmt: skip
+        save_torch(tmp_path / "out", *parts, overwrite=False, **options)
     for name in ("other.pt", ".gitattributes"):
         (tmp_path / "out" / name).write_bytes(b"mine")
         with pytest.raises(FileExistsError, match=name):
-            save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+            save_torch(tmp_path / "out", *parts, **options)
         assert (tmp_path / "out" / name).read_bytes() == b"mine"
         (tmp_path / "out" / name).unlink()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../victim.pt", "/victim.pt", "a/../victim.pt", "..", "", "x/y/model.bin",
-     "model\n.bin", "victim.py", "train.sh", "a/train.py"],
-)  # fmt: skip
-def test_template_cannot_refer_to_files_outside_its_folder(name, tmp_path):
-    source = trainer_folder(tmp_path / "in", schedule=False)
-    model = Small()
-    run = load_torch(source, model, Options(names=NAMES))
-    run.template[name] = {"x": 1}
-    with pytest.raises(ValueError, match=r"The template (lists|refers)"):
-        save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 
 
 def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
@@ -334,11 +320,11 @@ def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
     (source / "linked.txt").symlink_to(tmp_path / "secret")
     os.mkfifo(source / "pipe.txt")
     model = Small()
-    run = load_torch(source, model, Options(names=NAMES))
+    run = load_torch(source, model, names=NAMES)
     assert any("linked.txt, pipe.txt" in note for note in run.notes)
     os.mkfifo(source / "scaler.pt")
     with pytest.raises((ValueError, OSError), match="pipe"):
-        load_torch(source, model, Options(names=NAMES))
+        load_torch(source, model, names=NAMES)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json"])
@@ -347,24 +333,23 @@ def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
     (source / name).rename(tmp_path / "elsewhere")
     (source / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConvertError, match=f"{name} is a symbolic link"):
-        load_torch(source, Small(), Options(names=NAMES))
+        load_torch(source, Small(), names=NAMES)
     (tmp_path / "elsewhere").rename(source / "real")
     (source / name).unlink()
     (source / name).symlink_to("real")
-    load_torch(source, Small(), Options(names=NAMES))
+    load_torch(source, Small(), names=NAMES)
 
 
 @pytest.mark.parametrize(
     ("history", "message"),
     [
-        ("{}," * 1_000_001 + "{}", "more operations"),
         (" " * 2**24, "longer than 16,777,216 bytes"),
         ("[" * 100_000, "trainer_state.json cannot be read"),
     ],
-    ids=["values", "bytes", "depth"],
+    ids=["bytes", "depth"],
 )
 def test_huge_trainer_state_is_refused(tmp_path, history, message):
     source = trainer_folder(tmp_path / "in")
     (source / "trainer_state.json").write_text(f'{{"log_history": [{history}]}}')
     with pytest.raises(ValueError, match=message):
-        load_torch(source, Small(), Options(names=NAMES))
+        load_torch(source, Small(), names=NAMES)

@@ -9,17 +9,25 @@ import pytest
 from mlx.utils import tree_flatten
 from support.convert_runs import Holder
 
-from mlx_gradscale.convert import ConvertError, Options
-from mlx_gradscale.convert.names import make_plan
+from mlx_gradscale.convert import ConvertError
+from mlx_gradscale.convert.layouts import Row
+from mlx_gradscale.convert.rows import Options, make_table
 
 
 def convert(tensors, model, **options):
-    plan = make_plan(tensors, model, Options(**options))
-    weights = plan.to_mlx(tensors)
+    plan = make_table(tensors, model, Options(**options))
+    weights = to_mlx(plan, tensors)
     model.load_weights(list(weights.items()), strict=True)
-    for name, entry in plan.entries.items():
-        assert mx.array_equal(entry.to_torch(weights), tensors[name])
+    for name, row in plan.rows.items():
+        assert mx.array_equal(row.to_torch(weights), tensors[name])
     return plan
+
+
+def to_mlx(plan, tensors):
+    weights = {}
+    for name, row in plan.rows.items():
+        weights |= row.to_mlx(tensors[name])
+    return weights
 
 
 def state_dict(module):
@@ -79,7 +87,7 @@ def test_fused_attention_computes_the_same_outputs_after_conversion(bias):
     theirs = torch.nn.MultiheadAttention(8, 2, bias=bias, batch_first=True)
     ours = nn.MultiHeadAttention(8, 2, bias=bias)
     plan = convert(state_dict(theirs), ours)
-    assert plan.entries["in_proj_weight"].layout == "split_qkv"
+    assert plan.rows["in_proj_weight"].layout == "split_qkv"
     x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
     t, a = torch.tensor(x), mx.array(x)
     want = theirs(t, t, t, need_weights=False)[0].detach().numpy()
@@ -122,10 +130,11 @@ def test_wrapper_prefixes_are_removed_from_names_and_restored(wrapped, renamed):
     start = "x." if renamed else ""
     tensors = {wrapped.format(start + n): x for n, x in net_tensors().items()}
     options = Options(rename=lambda name: re.sub(r"^x\.", "", name))
-    plan = make_plan(tensors, Net(), options)
-    weights = plan.to_mlx(tensors)
+    plan = make_table(tensors, Net(), options)
+    weights = to_mlx(plan, tensors)
     assert weights.keys() == dict(tree_flatten(Net().parameters())).keys()
-    assert plan.entries.keys() | set(plan.torch_only) == tensors.keys()
+    unused = tensors.keys() - plan.rows.keys()
+    assert all(name.endswith("num_batches_tracked") for name in unused)
 
 
 def test_error_names_missing_extra_and_equal_names_and_wrong_shapes():
@@ -133,22 +142,23 @@ def test_error_names_missing_extra_and_equal_names_and_wrong_shapes():
     del tensors["blocks.1.bias"]
     tensors["head.weight"] = mx.zeros((2, 2))
     with pytest.raises(ConvertError, match=r"head\.weight\. .* for blocks\.1\.bias"):
-        make_plan(tensors, Net())
+        make_table(tensors, Net())
     for name, shape, word in (
         ("blocks.0.weight", (5, 4), r"blocks\.0\.weight has shape \(5, 4\)"),
         ("features.layers.0.weight", (4, 3, 3, 2), r"MLX's layout \(conv\)"),
     ):
         with pytest.raises(ConvertError, match=word):
-            make_plan(net_tensors() | {name: mx.zeros(shape)}, Net())
+            make_table(net_tensors() | {name: mx.zeros(shape)}, Net())
     two = {"a": mx.zeros(2), "b": mx.zeros(2)}
     with pytest.raises(ConvertError, match="would both become table"):
-        make_plan(two, custom(2), Options(rename=lambda _: "table"))
+        make_table(two, custom(2), Options(rename=lambda _: "table"))
 
 
 def test_dropped_tensors_are_kept_for_pytorch_only():
     extra = {"mask": mx.zeros((2, 2)), "blocks.0._extra_state": mx.zeros(3, mx.uint8)}
-    plan = make_plan(net_tensors() | extra, Net(), Options(drop=("mask",)))
-    assert plan.torch_only == tuple(extra)
+    plan = make_table(net_tensors() | extra, Net(), Options(drop=("mask",)))
+    assert plan.rows.keys() == net_tensors().keys()
+    assert "no parameters for mask. " in plan.notes[0]
 
 
 def test_square_weights_beside_transposed_ones_are_reported():
@@ -158,18 +168,18 @@ def test_square_weights_beside_transposed_ones_are_reported():
     own = {n: mx.random.normal(shape) for n, shape in shapes.items()}
     tensors, model = {n: x.T for n, x in own.items()}, Holder(own)
     with pytest.raises(ConvertError, match="Conv1D") as error:
-        make_plan(tensors, model)
+        make_table(tensors, model)
     flags = re.findall(r"--layout '([^=]*)=transpose'", str(error.value))
     assert flags == ["h.*.c_attn.weight", "h.*.c_proj.weight"]
     first, both = {flags[0]: "transpose"}, dict.fromkeys(flags, "transpose")
-    (note,) = make_plan(tensors, model, Options(layouts=first)).notes
+    (note,) = make_table(tensors, model, Options(layouts=first)).notes
     assert "these square ones are not: h.0.c_proj.weight, h.1.c_proj" in note
     assert "--layout 'h.*.c_proj.weight=transpose'" in note
-    plan = make_plan(tensors, model, Options(layouts=both))
+    plan = make_table(tensors, model, Options(layouts=both))
     assert plan.notes == []
-    assert all(mx.array_equal(x, own[n]) for n, x in plan.to_mlx(tensors).items())
+    assert all(mx.array_equal(x, own[n]) for n, x in to_mlx(plan, tensors).items())
     same = first | {flags[1]: "same"}
-    assert make_plan(tensors, model, Options(layouts=same)).notes == []
+    assert make_table(tensors, model, Options(layouts=same)).notes == []
 
 
 def test_tied_weights_are_stored_once_by_the_name_that_mlx_has():
@@ -177,16 +187,17 @@ def test_tied_weights_are_stored_once_by_the_name_that_mlx_has():
     tensors = {"embed.weight": weight, "head.weight": weight}
     for own, other in (tensors, [*tensors][::-1]):
         tied = Holder({own: mx.zeros((5, 3))})
-        assert convert(tensors, tied).tied == {other: own}
+        plan = convert(tensors, tied)
+        assert plan.rows[other] is plan.rows[own] == Row(own, (own,), "same")
         # Kept apart, it would come back with its old values, and win in PyTorch.
-        plan = make_plan(tensors, tied, Options(drop=(other,)))
-        assert (plan.tied, plan.torch_only) == ({other: own}, ())
+        plan = make_table(tensors, tied, Options(drop=(other,)))
+        assert plan.rows[other] is plan.rows[own]
     # Equal values in two tensors are not tied.
     apart = {"embed.weight": weight, "head.weight": mx.ones((5, 3))}
     with pytest.raises(ConvertError, match=r"no parameter for embed\.weight"):
-        make_plan(apart, tied)
+        make_table(apart, tied)
     with pytest.raises(ConvertError, match=r"separate parameters.*embedding\.as_lin"):
-        make_plan(tensors, Holder(apart))
+        make_table(tensors, Holder(apart))
 
 
 def custom(*shape):
@@ -194,21 +205,21 @@ def custom(*shape):
 
 
 def test_custom_layer_keeps_its_layout_unless_another_layout_matches_too():
-    plan = make_plan({"table": mx.zeros((1, 7, 5))}, custom(1, 7, 5))
-    assert plan.entries["table"].layout == "same"
+    plan = make_table({"table": mx.zeros((1, 7, 5))}, custom(1, 7, 5))
+    assert plan.rows["table"].layout == "same"
     for shape, mlx in (((4, 4, 4), (4, 4, 4)), ((4, 3, 5), (4, 5, 3))):
         tensors = {"table": mx.zeros(shape)}
         with pytest.raises(ConvertError, match="table=conv"):
-            make_plan(tensors, custom(*mlx))
+            make_table(tensors, custom(*mlx))
         kind = "same" if shape == mlx else "conv"
-        make_plan(tensors, custom(*mlx), Options(layouts={"table": kind}))
+        make_table(tensors, custom(*mlx), Options(layouts={"table": kind}))
 
 
 def test_patterns_that_match_nothing_and_unknown_layouts_are_errors():
     tensors, model = {"table": mx.zeros((2, 3, 4))}, custom(2, 4, 3)
     with pytest.raises(ConvertError, match="matches no tensor"):
-        make_plan(tensors, model, Options(layouts={"b.*": "conv"}))
+        make_table(tensors, model, Options(layouts={"b.*": "conv"}))
     with pytest.raises(ConvertError, match="'turn' is not a layout"):
-        make_plan(tensors, model, Options(layouts={"*": "turn"}))
-    first = make_plan(tensors, model, Options(layouts={"*": "conv", "t*": "same"}))
-    assert first.entries["table"].layout == "conv"
+        make_table(tensors, model, Options(layouts={"*": "turn"}))
+    first = make_table(tensors, model, Options(layouts={"*": "conv", "t*": "same"}))
+    assert first.rows["table"].layout == "conv"

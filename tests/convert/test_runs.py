@@ -10,6 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from golden.convert.data import AFTER, BEFORE
+from mlx.utils import tree_flatten
 from support.convert_runs import (
     GOLDEN,
     RUNS,
@@ -33,7 +34,6 @@ from mlx_gradscale import GradScaler, restore_checkpoint, save_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import (
     ConvertError,
-    Options,
     build_optimizer,
     load_torch,
     main,
@@ -47,24 +47,25 @@ EVERY = pytest.mark.parametrize("name", RUNS)
 def test_golden_pytorch_run_round_trips_identically_and_resumes_as_in_pytorch(
     name, tmp_path
 ):
-    model = mlx_model(name)
-    run = load_torch(GOLDEN / f"{name}.pt", model)
-    save_torch(tmp_path / "a.pt", model, run.optimizer, run.scaler, like=run.template)
+    model, original = mlx_model(name), GOLDEN / f"{name}.pt"
+    run = load_torch(original, model)
+    save_torch(tmp_path / "a.pt", model, run.optimizer, run.scaler, like=original)
     identical(pt.load(tmp_path / "a.pt"), pt.load(GOLDEN / f"{name}.pt"))
     if name.startswith("conv"):  # a tied tensor is written once, not twice as a view
         assert pickle_of(tmp_path / "a.pt") == pickle_of(GOLDEN / f"{name}.pt")
     else:
         tied = pt.load(tmp_path / "a.pt")["model"]
         assert tied["head.weight"] is tied["embed.weight"]
-    assert run.template["epoch"] == 3
     scales = go_on(name, model, run, range(BEFORE, BEFORE + AFTER))
     assert scales == json.loads((GOLDEN / f"{name}.json").read_text())
-    run.template["epoch"] = 4
-    run.template["history"] = [1.0]
-    save_torch(tmp_path / "b.pt", model, run.optimizer, run.scaler, like=run.template)
+    edited = pt.load(original)
+    edited["epoch"], edited["history"] = 4, [1.0]
+    weight = edited["model"]["head.weight"]
+    save_torch(tmp_path / "b.pt", model, run.optimizer, run.scaler, like=edited)
+    assert edited["model"]["head.weight"] is weight
     back = pt.load(tmp_path / "b.pt")
     compare(back["model"], dict(np.load(GOLDEN / f"{name}.npz")))
-    assert back["epoch"] == 4
+    assert (back["epoch"], back["history"]) == (4, [1.0])
 
 
 def pickle_of(path):
@@ -83,7 +84,6 @@ def test_live_pytorch_run_resumes_in_mlx_and_then_in_pytorch(name, tmp_path, cap
         theirs.step(number)
     torch.save(theirs.checkpoint(), tmp_path / "run.pt")
     forward(tmp_path / "run.pt", tmp_path / "run", *model_flag(name))
-    (tmp_path / "run.pt").unlink()  # the template is enough
 
     model, scaler = mlx_model(name), GradScaler()
     optimizer = build_optimizer(tmp_path / "run")
@@ -94,7 +94,9 @@ def test_live_pytorch_run_resumes_in_mlx_and_then_in_pytorch(name, tmp_path, cap
     scales = go_on(name, model, run, range(BEFORE, middle))
     save_checkpoint(tmp_path / "run", model, optimizer, scaler)
     forward(tmp_path / "back.pt", tmp_path / "run")
-    assert "these entries are copied from the" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"Reading {tmp_path}/run.pt" in said
+    assert "these entries are copied from the original: epoch, history" in said
 
     again = Training(*name.split("_"))
     again.load(torch.load(tmp_path / "back.pt", weights_only=True))
@@ -108,7 +110,7 @@ def test_live_pytorch_run_resumes_in_mlx_and_then_in_pytorch(name, tmp_path, cap
     compare(again.weights(), theirs.weights())
 
 
-def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
+def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_original(
     tmp_path, capsys
 ):
     torch = pytest.importorskip("torch")
@@ -130,10 +132,10 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
     assert "--like" in fails(capsys, *where)
     like = ["--like", str(tmp_path / "like.pt")]
     assert main([*where, *like, *model_flag("conv")]) == 0
-    with pytest.warns(UserWarning, match="these entries are copied from"):
-        save_torch(
-            tmp_path / "b.pt", model, optimizer, scaler, like=tmp_path / "like.pt"
-        )
+    notes = save_torch(
+        tmp_path / "b.pt", model, optimizer, scaler, like=tmp_path / "like.pt"
+    )
+    assert "these entries are copied from" in notes[-1]
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
 
     theirs.load(torch.load(tmp_path / "b.pt", weights_only=True))
@@ -143,8 +145,7 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
     for number in range(5, 25):
         theirs.step(number)
         assert theirs.scale() == scales[number - 5]
-    with pytest.warns(UserWarning, match="epoch"):
-        save_torch(tmp_path / "c.pt", model, optimizer, scaler, like=tmp_path / "b.pt")
+    save_torch(tmp_path / "c.pt", model, optimizer, scaler, like=tmp_path / "b.pt")
     compare(pt.load(tmp_path / "c.pt")["model"], theirs.weights())
 
 
@@ -152,15 +153,14 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_template(
 def test_float16_model_with_loss_scaling_converts_back_to_float32(state_bits, tmp_path):
     name = "conv_adamw"
     start = pt.load(GOLDEN / f"{name}.pt")
-    model = mlx_model(name)
-    model.set_dtype(mx.float16)
+    model = mlx_model_in_half(name)
     path = GOLDEN / f"{name}.pt"
     run = load_torch(path, model, loss_scaling=True, state_bits=state_bits)
     dtype = {32: mx.float32, 16: mx.bfloat16}[state_bits]
     assert run.optimizer.state["head"]["weight"]["v"].dtype == dtype
     assert model.head.weight.dtype == mx.float16
     assert run.scaler is run.optimizer.scaler
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=path)
     back = pt.load(tmp_path / "b.pt")
     if state_bits == 32:
         identical(back, start)
@@ -173,15 +173,23 @@ def test_float16_model_with_loss_scaling_converts_back_to_float32(state_bits, tm
             new = back["optimizer"]["state"][key]["exp_avg_sq"]
             assert new.dtype == state["exp_avg_sq"].dtype == mx.float32
             assert mx.allclose(new, state["exp_avg_sq"], rtol=2.0**-8)
-    # Through a checkpoint of ours, too.
+    # A converted run that is saved with the wrapper resumes in it, and converts back.
+    forward(path, tmp_path / "run", *model_flag(name))
     save_checkpoint(tmp_path / "run", model, run.optimizer)
-    forward(GOLDEN / f"{name}.pt", tmp_path / "there", *model_flag(name))
-    (tmp_path / "there/template.pt").rename(tmp_path / "run/template.pt")
-    assert (tmp_path / "run/template.pt").stat().st_size < 9_000
+    again = build_optimizer(tmp_path / "run")
+    restore_checkpoint(tmp_path / "run", mlx_model_in_half(name), again)
+    dtypes = {k: x.dtype for k, x in tree_flatten(run.optimizer.state)}
+    assert {k: x.dtype for k, x in tree_flatten(again.state)} == dtypes
     forward(tmp_path / "c.pt", tmp_path / "run")
     trained = [k for k in start["model"] if "running" not in k and "num" not in k]
     for key in trained:
         identical(pt.load(tmp_path / "c.pt")["model"][key], back["model"][key])
+
+
+def mlx_model_in_half(name):
+    model = mlx_model(name)
+    model.set_dtype(mx.float16)
+    return model
 
 
 def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
@@ -211,9 +219,10 @@ def test_dropped_head_and_its_moments_come_back_unchanged(tmp_path):
     start = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(start, tmp_path / "a.pt")
     model = Small()
-    run = load_torch(tmp_path / "a.pt", model, Options(drop=("head.*",)))
+    path, drop = tmp_path / "a.pt", ("head.*",)
+    run = load_torch(path, model, drop=drop)
     take_step(model, run.optimizer)
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=path, drop=drop)
     back = torch.load(tmp_path / "b.pt", weights_only=True)
     theirs.load_state_dict(back["model"], strict=True)
     optimizer.load_state_dict(back["optimizer"])
@@ -227,63 +236,87 @@ def test_parameter_frozen_in_mlx_keeps_its_pytorch_moments(tmp_path):
     model.fc.freeze(keys=["bias"])
     run = load_torch(tmp_path / "a.pt", model)
     take_step(model, run.optimizer)
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=tmp_path / "a.pt")
     state = pt.load(tmp_path / "b.pt")["optimizer"]["state"]
     assert state[0]["step"].item() == 4
     identical(state[1], pt.load(tmp_path / "a.pt")["optimizer"]["state"][1])
 
 
-def test_entries_copied_after_steps_in_mlx_are_reported_until_they_are_set(tmp_path):
+def test_entries_copied_after_steps_in_mlx_are_reported_unless_the_user_edits_them(
+    tmp_path,
+):
     more = {"epoch": 3, "best": 0.5, "scheduler": {"last_epoch": 3}}
     model, run = small_run(tmp_path, **more)
-    assert any("is not converted" in note for note in run.notes)
+    assert "not converted: epoch, best, scheduler. " in run.notes[-1]
     take_step(model, run.optimizer)
-    run.template["epoch"] = 4
-    with pytest.warns(UserWarning, match=r": best, scheduler\. .* set its last_epoch"):
-        notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert "epoch," not in notes[0]
-    take_step(model, run.optimizer)
-    run.template["best"] = 0.4
-    run.template["scheduler"] |= {"last_epoch": 5}
-    assert save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template) == []
+    parts = model, run.optimizer
+    (note,) = save_torch(tmp_path / "b.pt", *parts, like=tmp_path / "a.pt")
+    assert "original: epoch, best, scheduler. If" in note
+    assert "set its last_epoch" in note
+    edited = pt.load(tmp_path / "a.pt")
+    edited["epoch"], edited["scheduler"]["last_epoch"] = 4, 4
+    before = pt.load(tmp_path / "a.pt")["optimizer"]
+    assert save_torch(tmp_path / "b.pt", *parts, like=edited) == []
+    identical(edited["optimizer"], before)  # the user's object did not change
     back = pt.load(tmp_path / "b.pt")
-    assert (back["epoch"], back["scheduler"]) == (4, {"last_epoch": 5})
-    assert back["optimizer"]["state"][0]["step"].item() == 5
+    assert (back["epoch"], back["scheduler"]) == (4, {"last_epoch": 4})
+    assert back["optimizer"]["state"][0]["step"].item() == 4
 
 
-def test_failed_save_changes_neither_the_template_nor_the_file(tmp_path):
+def test_failed_save_leaves_the_file_unchanged(tmp_path):
     model, run = small_run(tmp_path)
-    run.template["odd"] = object()
+    before = (tmp_path / "a.pt").read_bytes()
+    edited = pt.load(tmp_path / "a.pt") | {"odd": object()}
     with pytest.raises(TypeError, match="odd"):
-        save_torch(tmp_path / "a.pt", model, run.optimizer, like=run.template)
-    del run.template.checkpoint["odd"]
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert pickle_of(tmp_path / "a.pt") == pickle_of(tmp_path / "b.pt")
+        save_torch(tmp_path / "a.pt", model, run.optimizer, like=edited)
+    assert (tmp_path / "a.pt").read_bytes() == before
+    save_torch(tmp_path / "a.pt", model, run.optimizer, like=tmp_path / "a.pt")
+    identical(pt.load(tmp_path / "a.pt"), pt.load(before_file(tmp_path, before)))
 
 
-def test_template_needs_its_model_but_no_optimizer(tmp_path):
+def before_file(folder, data):
+    (folder / "before.pt").write_bytes(data)
+    return folder / "before.pt"
+
+
+def test_original_needs_the_same_model_but_no_optimizer(tmp_path):
     model, run = small_run(tmp_path, epoch=3)
+    path = tmp_path / "a.pt"
     for other in (Small(4), ConvNet()):
-        with pytest.raises(ConvertError, match=r"differ in fc.*same model"):
-            save_torch(tmp_path / "b.pt", other, like=run.template)
-    assert save_torch(tmp_path / "b.pt", model, like=run.template) == [
+        with pytest.raises(ConvertError, match=r"has shape|no parameter for"):
+            save_torch(tmp_path / "b.pt", other, like=path)
+    assert save_torch(tmp_path / "b.pt", model, like=path) == [
         "The run has no optimizer, so no optimizer state is written."
     ]
     assert list(pt.load(tmp_path / "b.pt")) == ["model", "epoch"]
-    assert list(run.template.checkpoint) == ["model", "optimizer", "epoch"]
 
 
 def test_checkpoint_that_is_a_tuple_comes_back_and_keeps_its_optimizer(tmp_path):
     weights, optimizer, _ = small_adam()
     pt.save(tmp_path / "a.pt", (weights, optimizer, 3))
-    model = Small()
-    run = load_torch(tmp_path / "a.pt", model)
+    model, path = Small(), tmp_path / "a.pt"
+    run = load_torch(path, model)
     take_step(model, run.optimizer)
-    with pytest.warns(UserWarning, match="from the template: 2"):
-        save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    (note,) = save_torch(tmp_path / "b.pt", model, run.optimizer, like=path)
+    assert "from the original: 2" in note
     assert pt.load(tmp_path / "b.pt")[1]["state"][0]["step"].item() == 4
     with pytest.raises(ConvertError, match="Pass the optimizer"):
-        save_torch(tmp_path / "b.pt", model, like=run.template)
+        save_torch(tmp_path / "b.pt", model, like=path)
+
+
+def test_tensors_that_mlx_only_rounded_come_back_unrounded(tmp_path):
+    """Frozen weights in half precision have no master weights."""
+    weights = {"fc.weight": mx.full((2, 3), 1 / 3), "fc.bias": mx.full(2, 0.1)}
+    pt.save(tmp_path / "a.pt", {"model": weights})
+    model = Small()
+    load_torch(tmp_path / "a.pt", model)
+    model.set_dtype(mx.bfloat16)
+    model.fc.bias = model.fc.bias + 1
+    save_torch(tmp_path / "b.pt", model, like=tmp_path / "a.pt")
+    back = pt.load(tmp_path / "b.pt")["model"]
+    identical(back["fc.weight"], weights["fc.weight"])
+    assert back["fc.bias"].dtype == mx.float32
+    assert back["fc.bias"].tolist() == [1.1015625, 1.1015625]
 
 
 def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsys):
@@ -297,7 +330,7 @@ def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsy
         warnings.simplefilter("error")
         restore_checkpoint(tmp_path / "run", Small(), optimizer)
     take_step(model, optimizer)
-    notes = save_torch(tmp_path / "b.pt", model, optimizer, like=run.template)
+    notes = save_torch(tmp_path / "b.pt", model, optimizer, like=tmp_path / "a.pt")
     assert "its value for the next step: 0.25" in notes[0]
     save_checkpoint(tmp_path / "run", model, optimizer)
     forward(tmp_path / "c.pt", tmp_path / "run")

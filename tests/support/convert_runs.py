@@ -182,13 +182,13 @@ def small_adam():
     return weights, {"state": state, "param_groups": [group]}, group
 
 
-def small_run(folder, options=None, **more):
+def small_run(folder, **more):
     """The model and the run of a file with small_adam() and more entries."""
     weights, optimizer, _ = small_adam()
     checkpoint = {"model": weights, "optimizer": optimizer, **more}
     torch_checkpoint.save(folder / "a.pt", checkpoint)
     model = Small()
-    return model, load_torch(folder / "a.pt", model, options)
+    return model, load_torch(folder / "a.pt", model)
 
 
 def take_step(model, optimizer):

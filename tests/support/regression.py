@@ -1,13 +1,11 @@
 """One small regression in PyTorch and in MLX, on the same numbers."""
 
-import warnings
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from mlx_gradscale.convert import Options, load_torch, main, save_torch
+from mlx_gradscale.convert import load_torch, main, save_torch
 
 
 def batch(number, rows=8):
@@ -88,7 +86,8 @@ def mlx_steps(
 ):
     """Load a checkpoint, take steps in MLX and save it again; return the losses."""
     net = net or Net()
-    run = load_torch(path, net, Options(**(options or {})), **settings)
+    options = options or {}
+    run = load_torch(path, net, **options, **settings)
     value_and_grad = nn.value_and_grad(net, lambda x, y: loss_of(net(x), y))
     losses = []
     for number in numbers:
@@ -97,9 +96,7 @@ def mlx_steps(
             grads, _ = optim.clip_grad_norm(grads, max_norm)
         run.optimizer.update(net, grads)
         losses.append(loss.item())
-    with warnings.catch_warnings():  # of entries that are stale now
-        warnings.simplefilter("ignore", UserWarning)
-        save_torch(back, net, run.optimizer, run.scaler, like=run.template)
+    save_torch(back, net, run.optimizer, run.scaler, like=path, **options)
     return losses
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_gradscale.convert import Options, load_torch, save_torch
+from mlx_gradscale.convert import load_torch, save_torch
 
 torch = pytest.importorskip("torch")
 
@@ -102,8 +102,8 @@ class Mine:
     """MLX's side of a run."""
 
     def __init__(self, path, **options):
-        self.model = Params()
-        self.run = load_torch(path, self.model, Options(**options))
+        self.model, self.path, self.options = Params(), path, options
+        self.run = load_torch(path, self.model, **options)
         self.optimizer = self.run.optimizer
 
     def steps(self, seeds):
@@ -113,10 +113,8 @@ class Mine:
         return self
 
     def save(self, path, **options):
-        template = self.run.template
-        save_torch(
-            path, self.model, self.optimizer, like=template, options=Options(**options)
-        )
+        options = self.options | options
+        save_torch(path, self.model, self.optimizer, like=self.path, **options)
         return path
 
 

@@ -1,0 +1,262 @@
+"""Read and write PyTorch checkpoints: files, and Trainer and Accelerate folders."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..files.arrays import read_arrays, write_arrays
+from ..files.atomic import atomic_folder, temporary_folder
+from ..files.paths import check_file, read_json
+from ..files.text import dtype_name, list_some
+from .compat import (
+    CheckpointError,
+    Tensor,
+    plain_value,
+    read_all,
+    replace_tensors,
+    save,
+    shapes,
+)
+
+# Transformers' step and epoch counts. No other JSON file changes during training.
+TRAINER = "trainer_state.json"
+CONTAINERS = (dict, list, tuple)
+_SECTION = re.compile(
+    r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
+    r"\.(safetensors|bin|pt|pth|ckpt)"
+)
+_SHARD = re.compile(r"((\w+_)?model)-\d{1,6}-of-(\d{1,6})\.(safetensors|bin)")
+
+
+class ConvertError(ValueError):
+    """Raised if a run cannot be converted. The message says what to do."""
+
+
+@dataclass
+class Source:
+    """A PyTorch checkpoint whose containers may be edited.
+
+    Attributes:
+        tree (Any): The object in a file; for a folder, a dict from file names to their
+            objects, in which a sharded model has the name of a single file.
+        others (dict, optional): For a folder, the paths of all other files by name.
+            They are copied.
+        notes (list): Notes on files that were left out.
+    """
+
+    tree: Any
+    others: dict[str, Path] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The Trainer's state, or an empty dict."""
+        state = self.tree.get(TRAINER) if self.others is not None else None
+        return state if isinstance(state, dict) else {}
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, read or not."""
+    return isinstance(value, (mx.array, Tensor))
+
+
+def key_of(tensor: Any) -> Any:
+    """Return a key that is equal for tensors that share their data, as tied ones do."""
+    return tensor.view if isinstance(tensor, Tensor) else id(tensor)
+
+
+def read_tensors(tensors: Iterable[Any]) -> dict[Any, mx.array]:
+    """Return the values of tensors by :func:`key_of`."""
+    wanted = {key_of(tensor): tensor for tensor in tensors}
+    lazy = {key: x for key, x in wanted.items() if isinstance(x, Tensor)}
+    return wanted | dict(zip(lazy, read_all([*lazy.values()]), strict=True))
+
+
+def read(tensor: Any) -> mx.array:
+    """Return the values of a tensor."""
+    return tensor.read() if isinstance(tensor, Tensor) else tensor
+
+
+def number(value: Any) -> Any:
+    """Convert tensors of one element and NumPy scalars to numbers."""
+    if is_tensor(value) and value.shape in ((), (1,)):
+        return read(value).item()
+    return plain_value(value)
+
+
+def items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a dict, or the indices and items of a sequence."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, CONTAINERS) else ()
+
+
+def match_type(value: Any, old: Any) -> Any:
+    """Convert a new value to the type of the tensor, tuple or number it replaces."""
+    if is_tensor(old):
+        if not isinstance(value, mx.array):
+            value = mx.array(value).reshape(old.shape)
+        if old.dtype is not None and old.dtype != value.dtype:
+            # MLX supports float64 only on the CPU.
+            stream = mx.cpu if old.dtype == mx.float64 else None
+            value = value.astype(old.dtype, stream=stream)
+        return value
+    is_whole = type(old) is int and float(value).is_integer()
+    is_kept = isinstance(old, (bool, float, tuple))
+    return type(old)(value) if is_whole or is_kept else value
+
+
+def read_source(path: str | os.PathLike[str]) -> Source:
+    """Read a PyTorch checkpoint; tensors of ``.pt`` files are read when needed."""
+    path = Path(path)
+    shard = _SHARD.fullmatch(path.name)
+    if shard and int(shard[3]) > 1:
+        raise ConvertError(
+            f"{path} is one shard of a model. Pass the folder {path.parent} instead."
+        )
+    # The reader refuses a torch.distributed.checkpoint folder and says what to do.
+    if not path.is_dir() or (path / ".metadata").is_file():
+        return Source(_read_file(path))
+    names = sorted(os.listdir(path))
+    shards: dict[str, list[re.Match[str]]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        shards.setdefault(f"{match[1]}.{match[4]}", []).append(match)
+    tree = {whole: _read_shards(path, parts) for whole, parts in shards.items()}
+    for name in names:
+        if _SECTION.fullmatch(name) or (name == TRAINER and tree):
+            tree.setdefault(name, _read_file(_inside(path / name)))
+    if not tree:
+        raise ConvertError(
+            f"{path} contains no file with a name that Trainer or Accelerate uses, "
+            "such as model.safetensors or optimizer.pt. Pass the path of a single file "
+            "instead. For DeepSpeed ZeRO, run zero_to_fp32.py on the folder and "
+            "convert the weights that it writes."
+        )
+    used = {*tree, *(f"{whole}.index.json" for whole in shards)}
+    used |= {part[0] for parts in shards.values() for part in parts}
+    others = [name for name in names if name not in used]
+    copied = {name: path / name for name in others if _is_plain(path / name)}
+    left = [name for name in others if name not in copied]
+    note = "These files or folders were left out, because only regular files that are "
+    note += f"not hidden are copied: {list_some(left)}."
+    return Source(dict(sorted(tree.items())), copied, [note] if left else [])
+
+
+def _read_file(path: Path) -> Any:
+    if path.name == TRAINER:
+        return read_json(path)
+    if path.suffix.lower() == ".safetensors":
+        return dict(sorted(read_arrays(path).items()))
+    try:
+        return shapes(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_shards(path: Path, parts: list[re.Match[str]]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        content = _read_file(_inside(path / part[0]))
+        if not _has_only_tensors(content) or tensors.keys() & content.keys():
+            raise ConvertError(
+                f"The shard {part[0]} contains a value that is not a named tensor, or "
+                "that another shard contains too. Save the model again."
+            )
+        tensors |= content
+    if len(parts) != int(parts[0][3]):
+        raise ConvertError(
+            f"{parts[0][0]} is one of {parts[0][3]} shards, but {path} contains "
+            f"{len(parts)}. Add missing shards, and remove those of other checkpoints."
+        )
+    return tensors
+
+
+def _is_plain(file: Path) -> bool:
+    is_shown = file.name.isprintable() and not file.name.startswith(".")
+    return is_shown and file.is_file() and not file.is_symlink()
+
+
+def _inside(path: Path) -> Path:
+    """Return a path, or raise if it is a symbolic link out of its folder."""
+    if path.is_symlink() and path.parent.resolve() not in path.resolve().parents:
+        raise ConvertError(
+            f"{path} is a symbolic link that points outside its folder, and such links "
+            "are not followed. Copy the files themselves with cp -rL."
+        )
+    return path
+
+
+def check_target(path: Path, source: Source | None, overwrite: bool) -> None:
+    """Raise if a checkpoint cannot be written to a path. Its parents may not exist."""
+    parent = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
+    try:
+        with temporary_folder(parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"Cannot write {path}: {error.strerror} ({parent}). Use another path."
+        ) from error
+    if source and source.others is not None:
+        check_folder(path, {*source.tree, *source.others}.__contains__, overwrite)
+    elif source:
+        check_file(path, overwrite)
+
+
+def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> None:
+    """Raise if a folder exists, unless ``overwrite`` and it has only its own files."""
+    if path.is_file() or os.path.ismount(path):  # neither can become a folder
+        raise FileExistsError(f"{path} is a file or a mount point. Use another folder.")
+    there = os.listdir(path) if path.exists() else []
+    if there and not overwrite:
+        raise FileExistsError(
+            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
+        )
+    spare = [name for name in there if not is_own(name) and name != ".DS_Store"]
+    if spare:
+        raise FileExistsError(
+            f"{path} contains files that are not part of this checkpoint: "
+            f"{list_some(spare)}. Use another folder."
+        )
+
+
+def write_source(path: Path, source: Source) -> None:
+    """Write a checkpoint. If that fails, an existing file or folder stays as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if source.others is None:
+        _write_file(path, source.tree)
+        return
+    with atomic_folder(path) as folder:
+        for name, content in source.tree.items():
+            _write_file(folder / name, content)
+        for name, file in source.others.items():
+            shutil.copyfile(file, folder / name)
+
+
+def _write_file(path: Path, content: Any) -> None:
+    if path.name == TRAINER:
+        # This is the format of Transformers.
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    elif path.suffix.lower() == ".safetensors":
+        if not _has_only_tensors(content):
+            raise ConvertError(
+                f"{path.name} cannot store this checkpoint, because a safetensors file "
+                "holds only named tensors. Use a path that ends in .pt."
+            )
+        # Transformers and Accelerate refuse a file without this metadata.
+        arrays = {name: read(tensor) for name, tensor in content.items()}
+        write_arrays(path, arrays, {"format": "pt"})
+    else:
+        save(path, content)
+
+
+def _has_only_tensors(content: Any) -> bool:
+    return isinstance(content, dict) and all(
+        isinstance(key, str) and is_tensor(value) for key, value in content.items()
+    )

@@ -1,0 +1,250 @@
+"""Make the table of rows that maps a PyTorch state dict to an MLX model.
+
+Wrappers (DistributedDataParallel, torch.compile, FSDP, Lightning) add words to names,
+and PEFT has its own names. The table is made once per checkpoint and applies to both
+weights and moments, in both directions.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..files.text import list_some
+from . import hints
+from .files import ConvertError, key_of
+from .layouts import AXES, Row, Shape, known_rows, probe_sanitize, try_sanitize
+
+# Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
+# activation checkpointing.
+_WRAPPERS = re.compile(
+    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+# Prefixes in LightningModules, and in Transformers' GPT-2 with a head.
+_PREFIXES = ("model.", "transformer.")
+# base_model.model.<path>.lora_A[.<adapter>].weight
+_PEFT = "base_model.model."
+_ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
+# BatchNorm's step count, which MLX does not have, and get_extra_state() of a module.
+_TORCH_ONLY = ("num_batches_tracked", "_extra_state")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may specify about a conversion; see ``load_torch``."""
+
+    rename: Callable[[str], str] = str
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    drop: Collection[str] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    names: Collection[str] | None = None
+    accept: Collection[str] = ()
+
+
+@dataclass
+class Table:
+    """Rows by PyTorch name. All names of a tied tensor have the same row."""
+
+    rows: dict[str, Row]
+    notes: list[str] = field(default_factory=list)
+    # Changes the model as its sanitize does.
+    change_model: Callable[[], object] = lambda: None
+
+
+def bare_name(name: str) -> str:
+    """Remove the words that wrappers such as torch.compile insert into a name."""
+    return _WRAPPERS.sub("", name)
+
+
+def from_peft(name: str) -> tuple[str, str]:
+    """Return mlx-lm's name and layout for a tensor named by PEFT.
+
+    PEFT stores A as (rank, in) and B as (out, rank). mlx-lm transposes both. Tensors
+    that are not adapters lose PEFT's prefix and have the layout ``""`` (unknown).
+    """
+    name = name.removeprefix(_PEFT)
+    found = _ADAPTER.fullmatch(name)
+    if found is None:
+        return name, ""
+    return f"{found[1]}.lora_{found[2].lower()}", "transpose"
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """Return whether a state dict holds PEFT adapters without the base model."""
+    return any(_ADAPTER.fullmatch(n) for n in names) and all(
+        n.startswith(_PEFT) or _ADAPTER.fullmatch(n) for n in names
+    )
+
+
+def make_table(
+    tensors: Mapping[str, Any], model: nn.Module, options: Options | None = None
+) -> Table:
+    """Map a PyTorch state dict to the parameters of an MLX model.
+
+    Names and layouts come from the model's ``sanitize`` method or from its layers:
+    names inside an ``nn.Sequential`` get the prefix ``layers``, convolution weights
+    are transposed, and fused attention weights are split. Every shape is checked.
+    """
+    options = options or Options()
+    given = _given_layouts(options.layouts, tensors)
+    dropped = {n for pattern in options.drop for n in _match(pattern, tensors)}
+    shapes = {
+        name: tuple(x.shape)
+        for name, x in tensors.items()
+        if name not in dropped and not name.endswith(_TORCH_ONLY)
+    }
+    own = {name: x.shape for name, x in tree_flatten(model.parameters())}
+    names, known, change_model = _find_names(shapes, options.rename, model)
+    owners: dict[Any, Row] = {}  # by tensor: several names may be tied
+    wrong: list[Row] = []
+    square: list[str] = []  # weights that may be transposed or not
+    for name, shape in shapes.items():
+        mlx_name, layout = names.get(name) or ("", "")
+        if mlx_name not in known:
+            continue
+        target, layout = known[mlx_name], given.get(name, layout)
+        if not layout and len(shape) == 2 and shape[0] == shape[1]:
+            square.append(name)
+        row = Row(name, target.mlx, layout or target.layout or "same")
+        wanted = [own[n] for n in row.mlx]
+        if not layout and not target.layout:
+            _check_custom(row, shape, wanted)
+        if row.mlx_shapes(shape) != wanted:
+            wrong.append(row)
+        owner = owners.setdefault(key_of(tensors[name]), row)
+        if owner.mlx != row.mlx:
+            raise ConvertError(
+                f"{owner.torch} and {name} share one tensor in PyTorch, but are "
+                "separate parameters in the MLX model and would diverge in training. "
+                "Tie them in MLX (embedding.as_linear), or untie them in PyTorch "
+                "before saving."
+            )
+    if wrong:
+        raise ConvertError(hints.explain_shape(wrong, square, shapes, own))
+    # If a tensor matches by one of its names, its unmatched names are aliases.
+    keys = {name: key_of(x) for name, x in tensors.items()}
+    rows = {name: owners[key] for name, key in keys.items() if key in owners}
+    lost = [n for n in shapes if n not in rows and names.get(n) is not None]
+    _check_names(rows, lost, known, is_partial=is_adapter(shapes))
+    unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
+    notes = hints.describe_model(model, rows, unused)
+    if square and "transpose" in given.values():
+        notes.append(hints.describe_square(square))
+    return Table(rows, notes, change_model)
+
+
+def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> None:
+    """Raise if the shapes of a custom layer do not determine its layout."""
+    others = [replace(row, layout=x) for x in ("same", "conv", "conv_transpose")]
+    fits = [x.layout for x in others if x.mlx_shapes(shape) == wanted]
+    if {*fits} - {"same"}:
+        name = row.torch
+        raise ConvertError(
+            f"{name} has shape {shape} in PyTorch and {wanted[0]} in the MLX model. It "
+            "belongs to a custom layer, so its layout is unknown. Pass it with "
+            f"layouts=... (--layout {' or '.join(f'{name}={x}' for x in fits)})."
+        )
+
+
+def _match(pattern: str, names: Collection[str]) -> list[str]:
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise ConvertError(
+            f"The pattern {pattern!r} matches no tensor. Use a pattern for the PyTorch "
+            f"names, which are {list_some(names)}."
+        )
+    return found
+
+
+def _given_layouts(
+    patterns: Mapping[str, str], tensors: Mapping[str, Any]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pattern, layout in patterns.items():
+        if layout not in AXES:
+            raise ConvertError(
+                f"{layout!r} is not a layout. Use one of {', '.join(AXES)}."
+            )
+        for name in _match(pattern, tensors):
+            if len(tensors[name].shape) >= AXES[layout][0]:
+                found.setdefault(name, layout)
+    return found
+
+
+_Names = Mapping[str, tuple[str, str] | None]
+
+
+def _find_names(
+    shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
+) -> tuple[_Names, dict[str, Row], Callable[[], object]]:
+    """Find the MLX name of each tensor, and its layout if it is known.
+
+    A tensor that ``sanitize`` drops maps to None. Also return the rows that the
+    model accepts, and a function that changes the model as ``sanitize`` does.
+    """
+    has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
+    known, change_model = known_rows(model), Table.change_model
+    found = []
+    for candidate in _rename_candidates(rename):
+        plain = {name: from_peft(candidate(name)) for name in shapes}
+        names: _Names = plain
+        if has_sanitize:  # it does not expect LoRA adapters
+            asked = {new: shapes[n] for n, (new, layout) in plain.items() if not layout}
+            kept, known = try_sanitize(model, asked)
+            change_model = partial(probe_sanitize, model, asked)
+            names = {n: x if x[1] else kept.get(x[0]) for n, x in plain.items()}
+        hits = sum(x is not None and x[0] in known for x in names.values())
+        found.append((hits, names, known, change_model))
+        if hits == len(shapes):
+            break
+    # Of equal results, max() returns the first, which removes the least.
+    return max(found, key=lambda each: each[0])[1:]
+
+
+def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
+    """Yield functions that may map PyTorch's names to the model's, simplest first."""
+    yield rename
+    for prefix in ("", *_PREFIXES):
+        yield partial(lambda p, name: bare_name(rename(name)).removeprefix(p), prefix)
+        yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
+
+
+def _check_names(
+    rows: Mapping[str, Row],
+    lost: list[str],
+    known: Mapping[str, Row],
+    is_partial: bool,
+) -> None:
+    """Raise unless each parameter of the model has exactly one tensor."""
+    taken: dict[str, Row] = {}
+    for row in rows.values():
+        for name in row.mlx:
+            if taken.setdefault(name, row) is not row:
+                raise ConvertError(
+                    f"{taken[name].torch} and {row.torch} would both become {name}. "
+                    "Rename one with rename=... (--rename), or drop it with drop=... "
+                    "(--drop)."
+                )
+    wanted = {name for row in known.values() for name in row.mlx}
+    if is_partial:  # the checkpoint has no base model
+        wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
+        if lost and not wanted:
+            raise ConvertError(hints.NO_LORA)
+    missing = sorted(wanted - taken.keys())
+    problems = []
+    if lost:
+        problems.append(f"The MLX model has no parameter for {list_some(lost)}.")
+    if missing:
+        problems.append(f"The checkpoint has no tensor for {list_some(missing)}.")
+    if problems:
+        drop = ", or ignore them with drop=... (--drop)" if lost else ""
+        raise ConvertError(
+            f"{' '.join(problems)} Pass rename=... (or --rename '^net[.]=' to drop the "
+            f"prefix 'net.'){drop}. "
+            "Recurrent layers and parametrized or pruned weights cannot be converted."
+        )

@@ -1,0 +1,555 @@
+"""Load a PyTorch checkpoint into an MLX run, and write the run back onto it."""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+
+from ..checkpoint import Checkpoint, read_checkpoint
+from ..checkpoint.save import WRAPPER, capture, find_scaler
+from ..core.masters import join, to_float32
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scale import TORCH_KEYS
+from ..core.scaler import GradScaler
+from ..core.trees import restore, snapshot
+from ..files.text import list_some
+from . import hints
+from .compat import replace_tensors
+from .files import (
+    TRAINER,
+    ConvertError,
+    Source,
+    check_target,
+    is_tensor,
+    key_of,
+    match_type,
+    number,
+    read,
+    read_source,
+    read_tensors,
+    write_source,
+)
+from .groups import Group, damage_is_an_error, find_names, read_groups
+from .layouts import Row
+from .optimizers import (
+    Rate,
+    build,
+    check_groups,
+    list_moments,
+    plan_groups,
+    rebuild,
+    to_mlx,
+    to_torch,
+)
+from .rows import Options, Table, is_adapter, make_table
+from .sections import Sections, find_sections, get, list_others
+
+
+@dataclass
+class TorchRun:
+    """The result of :func:`load_torch`.
+
+    Attributes:
+        optimizer (Optimizer, optional): The MLX optimizer, with PyTorch's settings and
+            state. With ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``. None
+            if no optimizer was loaded.
+        scaler (GradScaler, optional): The scaler, with PyTorch's state. None if no
+            scaler was loaded, unless ``loss_scaling`` creates a new one.
+        notes (list): Notes on differences between PyTorch and MLX, and on entries that
+            were not converted.
+    """
+
+    optimizer: Optimizer | None
+    scaler: GradScaler | None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """Where each array of an MLX run belongs in a PyTorch checkpoint."""
+
+    source: Source
+    sections: Sections
+    table: Table
+    groups: list[Group]  # of all optimizers
+    names: list[str]  # of the parameters in all groups
+    notes: list[str]
+    others: list[str]  # paths of the entries that are copied
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The model's tensors by their PyTorch names."""
+        held = get(self.source.tree, self.sections.model)
+        return {name: x for name, x in held.items() if is_tensor(x)}
+
+    @property
+    def scaler(self) -> dict[str, Any] | None:
+        """The scaler's state dict, or None."""
+        path = self.sections.scaler
+        return None if path is None else get(self.source.tree, path)
+
+
+def make_plan(
+    source: Source,
+    model: nn.Module | None,
+    options: Options,
+    rows: Mapping[str, Row] | None = None,
+) -> Plan:
+    """Find out how a checkpoint maps to a model, or to the given rows."""
+    tree = source.tree
+    sections = find_sections(tree, options.keys)
+    others = [*list_others(tree, sections)]
+    plan = Plan(source, sections, Table(dict(rows or {})), [], [], source.notes, others)
+    if rows is None:
+        if model is None:
+            raise ConvertError(
+                "The MLX model, which determines names, layouts and shapes, is "
+                "missing. Pass it (--model)."
+            )
+        plan.table = make_table(plan.tensors, model, options)
+        plan.notes = plan.notes + plan.table.notes
+    with damage_is_an_error("optimizer"):
+        for path in sections.optimizers:
+            plan.groups += read_groups(get(tree, path))
+        if plan.groups:
+            # A safetensors file does not preserve PyTorch's order of tensors.
+            is_ordered = not str((*sections.model, "")[0]).endswith(".safetensors")
+            own, step = plan.table.rows, source.trainer.get("global_step")
+            plan.names, doubts = find_names(
+                plan.groups, plan.tensors, own, options, is_ordered
+            )
+            plan_groups(plan.groups, plan.names, own, step)
+            plan.notes += check_groups(plan.groups, options.accept) + doubts
+    if others:
+        plan.notes.append(
+            f"These entries are not converted: {list_some(others, 12)}. save_torch() (the "
+            "way back) copies them from the original. If one is a schedule, pass an "
+            "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
+        )
+    return plan
+
+
+def load_torch(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    learning_rate: Rate | Sequence[Rate] | None = None,
+    loss_scaling: bool = False,
+    max_grad_norm: float | None = None,
+    state_bits: int = 32,
+    rename: Callable[[str], str] = str,
+    layouts: Mapping[str, str] | None = None,
+    drop: Collection[str] = (),
+    keys: Mapping[str, str] | None = None,
+    names: Collection[str] | None = None,
+    accept: Collection[str] = (),
+) -> TorchRun:
+    """Load a PyTorch checkpoint into an MLX model and build its optimizer and scaler.
+
+    Patterns are shell patterns (``features.*.weight``, ``*``) for PyTorch names.
+
+    Args:
+        path (str): A ``.pt`` or ``.safetensors`` file, or a folder saved by
+            Accelerate or Transformers' Trainer.
+        model (nn.Module): The model to load the weights into. Its names and shapes must
+            match the checkpoint's, after conversion to MLX.
+        learning_rate (float, Callable or list, optional): A number or a schedule, as
+            for ``mlx.optimizers``, to replace the checkpoint's rate. If PyTorch's
+            parameter groups have different rates, pass a list with one rate per group.
+        loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
+            are cast to the model's dtypes, and the original weights become the master
+            weights, so call ``model.set_dtype(mx.float16)`` first. If False, the model
+            takes the checkpoint's dtypes. Default: ``False``.
+        max_grad_norm (float, optional): Passed to the ``LossScaleOptimizer``; ignored
+            without ``loss_scaling``. Default: ``None``.
+        state_bits (int): Passed to the ``LossScaleOptimizer``; ignored without
+            ``loss_scaling``. Default: ``32``.
+        rename (Callable): A function from PyTorch names to MLX names, such as
+            ``lambda name: name.removeprefix("net.")``.
+        layouts (dict, optional): Maps patterns to layouts: ``"conv"`` and
+            ``"conv_transpose"`` for the weights of convolutions, ``"transpose"`` for
+            weights that are (in, out) in PyTorch, and ``"same"`` for tensors to leave
+            unchanged. The first matching pattern applies, but layouts that need more
+            dimensions than the tensor has are skipped.
+        drop (list): Patterns for tensors to ignore because the MLX model lacks them.
+        keys (dict, optional): Maps ``"model"``, ``"optimizer"`` and ``"scaler"`` to
+            their paths in the checkpoint, such as ``"optimizer_states/0"``. Separate
+            the paths of several optimizers with commas. ``""`` omits the optimizer or
+            the scaler.
+        names (list, optional): The PyTorch names of the optimizer's parameters, in the
+            order of its parameter groups or of ``model.named_parameters()``.
+        accept (list): Names of optimizer settings to ignore although PyTorch and MLX
+            differ in them. The error about a difference names the setting.
+
+    Returns:
+        TorchRun: The optimizer and the scaler. The optimizer computes the same updates
+        as PyTorch's, except for rounding and accepted differences.
+
+    Raises:
+        ConvertError: If the checkpoint does not match the model or cannot be converted.
+            The model is left unchanged.
+        CheckpointError: If a file is damaged, hostile or unsupported.
+
+    Example:
+        >>> import tempfile
+        >>> from mlx_gradscale import torch_checkpoint
+        >>> tensors = {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}
+        >>> path = tempfile.mkdtemp() + "/run.pt"
+        >>> torch_checkpoint.save(path, {"model": tensors, "epoch": 3})
+        >>> model = nn.Linear(2, 1)
+        >>> run = load_torch(path, model)
+        >>> model.weight
+        array([[1, 1]], dtype=float32)
+    """
+    options = Options(rename, layouts or {}, drop, keys or {}, names, accept)
+    plan = make_plan(read_source(path), model, options)
+    wrapped = {"max_grad_norm": max_grad_norm, "state_bits": state_bits}
+    return load(plan, model, learning_rate, wrapped if loss_scaling else None)
+
+
+def load(
+    plan: Plan,
+    model: nn.Module,
+    learning_rate: Any = None,
+    wrapped: Mapping[str, Any] | None = None,
+) -> TorchRun:
+    """Load a planned checkpoint; ``wrapped`` are a ``LossScaleOptimizer``'s settings."""
+    run = TorchRun(None, None, plan.notes)
+    if plan.scaler is not None:
+        run.scaler = GradScaler()
+        with damage_is_an_error("scaler"):
+            run.scaler.load_state_dict({k: number(x) for k, x in plan.scaler.items()})
+    if plan.groups:
+        with damage_is_an_error("optimizer"):
+            run.optimizer = build(plan.groups, learning_rate)
+        if wrapped is not None:
+            if run.scaler is None:
+                run.notes.append(hints.NO_SCALER)
+            run.optimizer = LossScaleOptimizer(run.optimizer, run.scaler, **wrapped)
+            run.scaler = run.optimizer.scaler
+    elif wrapped is not None or learning_rate is not None:
+        what = "learning_rate" if learning_rate is not None else "loss_scaling"
+        raise ConvertError(f"The checkpoint has no optimizer. Do not pass {what}=.")
+    before = snapshot(model, *map(vars, model.modules()))
+    try:
+        _load_arrays(plan, model, run.optimizer)
+    except BaseException:
+        restore(before)
+        raise
+    return run
+
+
+def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Move a checkpoint's arrays to the model and the optimizer."""
+    tensors = plan.tensors
+    owners = [row for name, row in plan.table.rows.items() if name == row.torch]
+    wanted = [tensors[row.torch] for row in owners] + list_moments(plan.groups)
+    values = read_tensors(wanted)
+    weights: dict[str, mx.array] = {}
+    for row in owners:
+        weights |= row.to_mlx(values[key_of(tensors[row.torch])])
+    plan.table.change_model()
+    if optimizer is not None:
+        with damage_is_an_error("optimizer"):
+            flat = to_mlx(plan.groups, tensors, values)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        inner.init(model.trainable_parameters())
+        own = dict(tree_flatten(inner.state))
+        # The optimizer was built with the right learning rate or schedule.
+        flat |= {k: x for k, x in own.items() if k.split(".")[-1] == "learning_rate"}
+        missing = dict.fromkeys(k.rpartition(".")[0] for k in own if k not in flat)
+        if missing:
+            raise ConvertError(
+                "The PyTorch optimizer has no state for trainable parameters of the "
+                f"MLX model: {list_some(missing)}. Freeze them in MLX before loading, "
+                "for example with layer.freeze()."
+            )
+        inner.state = tree_unflatten([(k, flat[k]) for k in own])
+    if isinstance(optimizer, LossScaleOptimizer):
+        _load_rounded(model, weights, optimizer)
+    else:
+        model.load_weights(list(weights.items()), strict=False)
+    # Until they are evaluated, transposed arrays keep the originals in memory.
+    mx.eval(model.parameters(), optimizer.state if optimizer else [])
+
+
+def _load_rounded(
+    model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
+) -> None:
+    """Load weights in the model's dtypes, and the unrounded ones as master weights."""
+    own = dict(tree_flatten(model.parameters()))
+    cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
+    infinite = [
+        name
+        for name, x in cast.items()
+        if mx.any(mx.isfinite(x) != mx.isfinite(weights[name])).item()
+    ]
+    if infinite:
+        raise ConvertError(
+            f"These weights overflow in the model's dtype: {list_some(infinite)}. Keep "
+            "their layers in float32."
+        )
+    model.load_weights(list(cast.items()), strict=False)
+    trainable = model.trainable_parameters()
+    optimizer.init(trainable)
+    masters = tree_map_with_path(
+        lambda path, x: to_float32(weights.get(path, x)), trainable
+    )
+    optimizer.set_masters(trainable, masters)
+
+
+def build_optimizer(
+    folder: str | os.PathLike[str], learning_rate: Any = None
+) -> Optimizer:
+    """Return the MLX optimizer of a converted run, for ``restore_checkpoint``.
+
+    Args:
+        folder (str): A folder that ``mlx_gradscale convert`` wrote. If the run was
+            saved since with a ``LossScaleOptimizer`` or a ``MasterWeightOptimizer``,
+            the result is one with the same settings.
+        learning_rate (float, Callable or list, optional): As for
+            :func:`~mlx_gradscale.convert.load_torch`.
+
+    Returns:
+        Optimizer: The optimizer, without its state.
+    """
+    saved = read_checkpoint(folder)
+    run, wrapper = unwrap(saved), saved.description["settings"][0]
+    optimizer = rebuild(run.description["settings"], run.optimizer, learning_rate)
+    if wrapper["class"] != WRAPPER:
+        return optimizer
+    is_16 = any(name.startswith("remainders.") for name in saved.optimizer)
+    bits = {"state_bits": 16 if is_16 else 32}
+    return LossScaleOptimizer(optimizer, **bits | wrapper["values"])
+
+
+def save_torch(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    *,
+    like: Any,
+    rename: Callable[[str], str] = str,
+    layouts: Mapping[str, str] | None = None,
+    drop: Collection[str] = (),
+    keys: Mapping[str, str] | None = None,
+    names: Collection[str] | None = None,
+    accept: Collection[str] = (),
+    overwrite: bool = True,
+) -> list[str]:
+    """Write an MLX run as a PyTorch checkpoint with the contents of an original.
+
+    The original's weights, optimizer state, learning rates, step counts and scaler are
+    replaced; in a Trainer folder, so are the step, the epoch and the schedule. All else
+    is copied. If you passed ``rename`` to ``accept`` to :func:`load_torch`, pass them
+    here too.
+
+    Args:
+        path (str): The file to write, or the folder if the original is a folder.
+        model (nn.Module): The model. Master weights are written in place of
+            half-precision ones.
+        optimizer (Optimizer, optional): The optimizer. For a ``LossScaleOptimizer``,
+            the states of the inner optimizer and the scaler are written. If omitted,
+            the checkpoint is written without optimizer state.
+        scaler (GradScaler, optional): The scaler. Default: the scaler of a
+            ``LossScaleOptimizer``; otherwise, the original's scaler state is kept.
+        like (str or object): The original: the path of a PyTorch checkpoint of the same
+            model, or the result of ``torch_checkpoint.load``, in which you may have
+            changed entries such as ``like["epoch"]``.
+        rename, layouts, drop, keys, names, accept: As for :func:`load_torch`.
+        overwrite (bool): Whether to replace an existing file or folder. Default:
+            ``True``.
+
+    Returns:
+        list: Notes on differences, and on entries that were copied although the run has
+        moved on.
+
+    Raises:
+        ConvertError: If the run does not match the original or cannot be converted.
+        FileExistsError: If ``path`` exists and ``overwrite`` is False, or if it is a
+            folder that contains other files.
+
+    Example:
+        >>> import tempfile
+        >>> from mlx_gradscale import torch_checkpoint
+        >>> from mlx_gradscale.convert import load_torch, save_torch
+        >>> folder = tempfile.mkdtemp() + "/"
+        >>> weights = {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}
+        >>> torch_checkpoint.save(folder + "a.pt", {"model": weights, "epoch": 3})
+        >>> model = nn.Linear(2, 1)
+        >>> run = load_torch(folder + "a.pt", model)
+        >>> model.weight *= 2
+        >>> original = torch_checkpoint.load(folder + "a.pt")
+        >>> original["epoch"] = 4
+        >>> save_torch(folder + "b.pt", model, like=original)
+        []
+        >>> torch_checkpoint.load(folder + "b.pt")["model"]["weight"]
+        array([[2, 2]], dtype=float32)
+    """
+    options = Options(rename, layouts or {}, drop, keys or {}, names, accept)
+    is_path = isinstance(like, (str, os.PathLike))
+    # The user's object is not changed: replace_tensors() makes new containers.
+    copied = like if is_path else replace_tensors(like, lambda path, leaf: leaf)
+    source = read_source(like) if is_path else Source(copied)
+    check_target(Path(path), source, overwrite)
+    plan = make_plan(source, model, options)
+    optimizer = optimizer or Optimizer()  # the base class stands for none
+    run = unwrap(capture(model, optimizer, find_scaler(optimizer, scaler)))
+    notes = fill(plan, run, accept)
+    write_source(Path(path), plan.source)
+    return notes if is_path else [n for n in notes if not n.startswith(_MOVED_ON)]
+
+
+def unwrap(saved: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with master weights in place of half-precision ones.
+
+    For a wrapped optimizer, the state and settings are the inner optimizer's.
+    """
+    weights, state = dict(saved.weights), saved.optimizer
+    settings = saved.description["settings"]
+    if settings and settings[0]["class"] == WRAPPER:
+        state, settings = {}, settings[1:]
+        for name, x in saved.optimizer.items():
+            kind, _, path = name.partition(".")
+            if kind == "masters":
+                weights[path] = x
+            elif kind == "remainders":
+                weights[path] = join(saved.weights[path], x).master
+            elif kind == "optimizer":
+                state[path] = x
+    # The base class stands for no optimizer.
+    if [row["class"] for row in settings] == ["Optimizer"]:
+        state, settings = {}, []
+    scaler = saved.scaler
+    if scaler:
+        checked = GradScaler()  # raises if the file has invalid values
+        checked.load_state_dict(scaler)
+        scaler = checked.state_dict()
+    description = saved.description | {"settings": settings}
+    return Checkpoint(weights, state, scaler, saved.extra, description)
+
+
+def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
+    """Replace a checkpoint's values by those of a run, and return notes."""
+    source, sections = plan.source, plan.sections
+    new: dict[Any, mx.array] = {}  # the values of tensors, by key_of()
+    _fill_model(plan, run.weights, new)
+    notes: list[str] = []
+    steps: list[int] = []  # the optimizers' steps
+    settings = run.description["settings"]
+    if sections.optimizers and not settings:
+        for path in reversed(sections.optimizers):
+            parent = get(source.tree, path[:-1])
+            if isinstance(parent, tuple):
+                raise ConvertError(
+                    "The run has no optimizer, and the original's optimizer state "
+                    "cannot be removed from its tuple. Pass the optimizer."
+                )
+            del parent[path[-1]]
+        notes.append("The run has no optimizer, so no optimizer state is written.")
+    elif plan.groups:
+        notes += to_torch(plan.groups, plan.tensors, run, accept, new)
+        steps = [int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups]
+    elif settings:
+        notes.append(
+            "The MLX optimizer's state is not written: the original has no optimizer "
+            "state, or keys={'optimizer': ''} (--optimizer-key '') omits it."
+        )
+    if run.scaler and plan.scaler is not None:
+        plan.scaler.update(run.scaler)
+        own = [key for key in run.scaler if key not in TORCH_KEYS]
+        if own:
+            notes.append(f"PyTorch's GradScaler ignores {', '.join(own)}.")
+    elif run.scaler:
+        notes.append(
+            "The MLX scaler's state is not written: the original has no scaler state, "
+            "or keys={'scaler': ''} (--scaler-key '') omits it."
+        )
+    old = [group.step for group in plan.groups]
+    moved = _move_trainer(source, old, steps)
+    if moved:
+        changes = ", ".join(moved.values())
+        notes.append(f"Changed to match the optimizer's step: {changes}.")
+    stale = [name for name in plan.others if name not in moved]
+    # These files hold random states and data positions.
+    stale += [n for n in source.others or () if n.endswith((".pkl", ".pth"))]
+    if steps and stale and max(old) != max(steps):
+        notes.append(
+            f"{_MOVED_ON}, but these entries are copied from the original: "
+            f"{list_some(stale)}. If any of them count steps, set them in the original "
+            "(torch_checkpoint.load) and pass it as like=, or set them in PyTorch. For "
+            "a schedule, set its last_epoch; scheduler.step() would also change the "
+            "learning rate."
+        )
+    source.tree = replace_tensors(
+        source.tree, lambda path, leaf: new.get(key_of(leaf), leaf)
+    )
+    return notes
+
+
+_MOVED_ON = "The optimizer has taken steps in MLX"
+
+
+def _fill_model(
+    plan: Plan, weights: Mapping[str, mx.array], new: dict[Any, mx.array]
+) -> None:
+    rows, tensors = plan.table.rows, plan.tensors
+    placed = {name for row in rows.values() for name in row.mlx}
+    wrong = sorted(placed - weights.keys())
+    if not is_adapter(tensors):  # adapters lack the base model
+        wrong += sorted(weights.keys() - placed)
+    wrong = wrong or [
+        name
+        for name, row in rows.items()
+        if row.mlx_shapes(tuple(tensors[name].shape))
+        != [weights[n].shape for n in row.mlx]
+    ]
+    if wrong:
+        raise ConvertError(
+            f"The MLX model and the original's model differ in {list_some(wrong)}. Use "
+            "a PyTorch checkpoint of the same model."
+        )
+    for name, row in rows.items():
+        if name == row.torch:
+            old, tensor = tensors[name], row.to_torch(weights)
+            # If MLX only rounded the original's tensor, keep that tensor.
+            if old.dtype == tensor.dtype or not mx.array_equal(
+                read(old).astype(tensor.dtype, stream=mx.cpu), tensor, equal_nan=True
+            ):
+                new[key_of(old)] = match_type(tensor, old)
+
+
+def _move_trainer(source: Source, old: list[int], new: list[int]) -> dict[str, str]:
+    """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
+
+    ``train(resume_from_checkpoint=...)`` resumes from them. They change only if the
+    original's ``global_step`` equals its optimizer's step count. The two differ after
+    skipped steps. Return the changes by file.
+    """
+    state = source.trainer
+    was = state.get("global_step")
+    if type(was) is not int or {*old} != {was} or len({*new}) != 1 or new[0] == was:
+        return {}
+    now = new[0]
+    moved: list[tuple[str, str, Any]] = [(TRAINER, "global_step", now)]
+    if type(state.get("epoch")) in (int, float) and was > 0:
+        moved.append((TRAINER, "epoch", state["epoch"] * now / was))
+    for name, content in source.tree.items():
+        is_schedule = "scheduler" in str(name) and isinstance(content, dict)
+        if is_schedule and content.get("last_epoch") == was:
+            moved.append((name, "last_epoch", now))
+            if type(content.get("_step_count")) is int:
+                moved.append((name, "_step_count", content["_step_count"] + now - was))
+    shown: dict[str, str] = {}
+    for name, key, value in moved:
+        text = f"{key} from {source.tree[name][key]:g} to {value:g}"
+        shown[name] = f"{shown[name]}, {text}" if name in shown else text
+        source.tree[name][key] = value
+    return shown
