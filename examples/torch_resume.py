@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import torch
 
+from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import load_torch, save_torch
 
 rng = np.random.default_rng(0)
@@ -81,10 +82,11 @@ def run(folder):
         print(f"step {step}: loss {loss.item():.6f} (PyTorch {theirs:.6f}), ", end="")
         print(f"scale {scale:.0f} (PyTorch {scaler.get_scale():.0f})")
 
-    # MLX does not use the epoch, but the template preserves it.
-    resumed.template["epoch"] = 20
+    # The original's weights and states are replaced. MLX has no epoch, so set it.
+    original = torch_checkpoint.load(folder / "run.pt")
+    original["epoch"] = 20
     parts_in_mlx = (model, resumed.optimizer, resumed.scaler)
-    save_torch(folder / "back.pt", *parts_in_mlx, like=resumed.template)
+    save_torch(folder / "back.pt", *parts_in_mlx, like=original)
     back = torch.load(folder / "back.pt", weights_only=True)
     for key, part in parts.items():
         part.load_state_dict(back[key])

@@ -14,13 +14,12 @@ import mlx.core as mx
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_folder, temporary_folder
 from ..files.paths import check_file, read_json
-from ..files.text import dtype_name, list_some
-from .compat import (
+from ..files.text import list_some
+from ..torch_checkpoint import (
     CheckpointError,
     Tensor,
     plain_value,
     read_all,
-    replace_tensors,
     save,
     shapes,
 )
@@ -67,21 +66,21 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (mx.array, Tensor))
 
 
-def key_of(tensor: Any) -> Any:
-    """Return a key that is equal for tensors that share their data, as tied ones do."""
-    return tensor.view if isinstance(tensor, Tensor) else id(tensor)
-
-
-def read_tensors(tensors: Iterable[Any]) -> dict[Any, mx.array]:
-    """Return the values of tensors by :func:`key_of`."""
-    wanted = {key_of(tensor): tensor for tensor in tensors}
+def read_tensors(tensors: Iterable[Any]) -> dict[int, mx.array]:
+    """Return the values of tensors by ``id``. Tied tensors are one object."""
+    wanted = {id(tensor): tensor for tensor in tensors}
     lazy = {key: x for key, x in wanted.items() if isinstance(x, Tensor)}
-    return wanted | dict(zip(lazy, read_all([*lazy.values()]), strict=True))
+    return wanted | dict(zip(lazy, read_all(lazy.values()), strict=True))
 
 
 def read(tensor: Any) -> mx.array:
     """Return the values of a tensor."""
     return tensor.read() if isinstance(tensor, Tensor) else tensor
+
+
+def mlx_dtype(tensor: Any) -> mx.Dtype | None:
+    """Return MLX's dtype of a tensor, or None if MLX does not have it."""
+    return tensor.mlx_dtype if isinstance(tensor, Tensor) else tensor.dtype
 
 
 def number(value: Any) -> Any:
@@ -103,11 +102,13 @@ def match_type(value: Any, old: Any) -> Any:
     if is_tensor(old):
         if not isinstance(value, mx.array):
             value = mx.array(value).reshape(old.shape)
-        if old.dtype is not None and old.dtype != value.dtype:
+        dtype = mlx_dtype(old)
+        if dtype is not None and dtype != value.dtype:
             # MLX supports float64 only on the CPU.
-            stream = mx.cpu if old.dtype == mx.float64 else None
-            value = value.astype(old.dtype, stream=stream)
-        return value
+            stream = mx.cpu if dtype == mx.float64 else None
+            value = value.astype(dtype, stream=stream)
+        # A Parameter stays one.
+        return old.replace(value) if isinstance(old, Tensor) else value
     is_whole = type(old) is int and float(value).is_integer()
     is_kept = isinstance(old, (bool, float, tuple))
     return type(old)(value) if is_whole or is_kept else value

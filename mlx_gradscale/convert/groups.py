@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files.text import list_some
-from .files import ConvertError, is_tensor, key_of
+from .files import ConvertError, is_tensor
 from .hints import advise_names
 from .layouts import Row, Shape
 from .optimizer_table import OPTIMIZERS, OptimizerSpec, plain_setting, recognize
@@ -19,6 +19,8 @@ from .sections import is_flat
 
 Index = int | str
 
+# What reading a value of the wrong type raises.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -82,7 +84,7 @@ def damage_is_an_error(section: str) -> Iterator[None]:
         yield
     except ConvertError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise ConvertError(
             f"The {section} state is damaged: {type(error).__name__}: {error}. Save it "
             f"again in PyTorch, or leave it out with keys={{'{section}': ''}} "
@@ -157,7 +159,7 @@ def find_names(
     for name, x in tensors.items():
         is_float = x.dtype is None or "float" in str(x.dtype)
         if name.rpartition(".")[2] not in _BUFFERS and is_float:
-            unique.setdefault(key_of(x), rows[name].torch if name in rows else name)
+            unique.setdefault(id(x), rows[name].torch if name in rows else name)
     names = [*unique.values()]
     if len(groups) > 1 or not is_ordered or not _fits(names, tensors, shapes):
         names = _deal(names, tensors, places, shapes, is_ordered)

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 
 from ..checkpoint import Checkpoint
 from ..files.text import list_some
-from .files import ConvertError, is_tensor, key_of, match_type, number, read
+from .files import ConvertError, is_tensor, match_type, number
 from .groups import Group, Index
 from .layouts import Row
 from .optimizer_table import (
@@ -127,7 +127,7 @@ def to_mlx(
 ) -> dict[str, mx.array]:
     """Return the flat MLX optimizer state, with zeros where PyTorch has no state.
 
-    ``values`` are the values of the tensors by ``key_of``.
+    ``values`` are the values of the tensors by ``id``.
     """
     flat: dict[str, mx.array] = {}
     for group in groups:
@@ -135,13 +135,13 @@ def to_mlx(
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
         flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
         for index, row in group.rows.items():
-            like = values[key_of(tensors[row.torch])]
+            like = values[id(tensors[row.torch])]
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
                 moment = (
                     mx.zeros_like(like, stream=mx.cpu)
                     if moment is None
-                    else values[key_of(moment)]
+                    else values[id(moment)]
                 )
                 if moment.shape != like.shape:
                     raise ConvertError(
@@ -165,7 +165,7 @@ def to_torch(
 ) -> list[str]:
     """Write an MLX run's optimizer into PyTorch's state dicts, and return notes.
 
-    The values of tensors that are there already are added to ``new`` by ``key_of``.
+    The values of tensors that are there already are added to ``new`` by ``id``.
     The weights, ``tensors``, determine the dtypes of other moments.
     """
     flat, settings = run.optimizer, run.description["settings"]
@@ -200,7 +200,7 @@ def to_torch(
             for slot, value in slots.items():
                 old = group.slots(index).get(slot)
                 if is_tensor(old):
-                    new[key_of(old)] = value
+                    new[id(old)] = value
                 else:
                     group.set_slot(index, slot, value)
         rate = _required(flat, f"{prefix}learning_rate").item()
@@ -218,7 +218,7 @@ def to_torch(
         for key, value in _changed_settings(group, used["values"], rate).items():
             old = group.settings.get(key)
             if is_tensor(old):
-                new[key_of(old)] = value
+                new[id(old)] = value
             else:
                 group.set(key, value)
     notes = check_differences(found, accept)
@@ -230,7 +230,7 @@ def to_torch(
     return notes
 
 
-def _required(flat: Mapping[str, Any], key: str) -> mx.array:
+def _required(flat: Mapping[str, Any], key: str) -> Any:
     if key not in flat:
         raise ConvertError(
             f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."

@@ -1,4 +1,4 @@
-"""``torch.json``: which PyTorch checkpoint a run came from, and how it was converted."""
+"""``torch.json``: the PyTorch checkpoint that a run came from, and the conversion."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def write_origin(
         "names": plan.names or None,
         "accept": [*options.accept],
     }
-    (folder / ORIGIN).write_text(json.dumps(content, indent=1))
+    (folder / ORIGIN).write_text(json.dumps(content))
 
 
 def read_origin(folder: Path) -> tuple[Path, dict[str, Row], Options]:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from ..files.text import list_some
 from . import hints
-from .files import ConvertError, key_of
+from .files import ConvertError
 from .layouts import AXES, Row, Shape, known_rows, probe_sanitize, try_sanitize
 
 # Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
@@ -116,7 +116,7 @@ def make_table(
             _check_custom(row, shape, wanted)
         if row.mlx_shapes(shape) != wanted:
             wrong.append(row)
-        owner = owners.setdefault(key_of(tensors[name]), row)
+        owner = owners.setdefault(id(tensors[name]), row)
         if owner.mlx != row.mlx:
             raise ConvertError(
                 f"{owner.torch} and {name} share one tensor in PyTorch, but are "
@@ -127,7 +127,7 @@ def make_table(
     if wrong:
         raise ConvertError(hints.explain_shape(wrong, square, shapes, own))
     # If a tensor matches by one of its names, its unmatched names are aliases.
-    keys = {name: key_of(x) for name, x in tensors.items()}
+    keys = {name: id(x) for name, x in tensors.items()}
     rows = {name: owners[key] for name, key in keys.items() if key in owners}
     lost = [n for n in shapes if n not in rows and names.get(n) is not None]
     _check_names(rows, lost, known, is_partial=is_adapter(shapes))

@@ -19,16 +19,16 @@ from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from ..core.trees import restore, snapshot
 from ..files.text import list_some
+from ..torch_checkpoint import replace_tensors
 from . import hints
-from .compat import replace_tensors
 from .files import (
     TRAINER,
     ConvertError,
     Source,
     check_target,
     is_tensor,
-    key_of,
     match_type,
+    mlx_dtype,
     number,
     read,
     read_source,
@@ -128,8 +128,8 @@ def make_plan(
             plan.notes += check_groups(plan.groups, options.accept) + doubts
     if others:
         plan.notes.append(
-            f"These entries are not converted: {list_some(others, 12)}. save_torch() (the "
-            "way back) copies them from the original. If one is a schedule, pass an "
+            f"These entries are not converted: {list_some(others, 12)}. They are "
+            "copied from the original on the way back. If one is a schedule, pass an "
             "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
         )
     return plan
@@ -219,7 +219,7 @@ def load(
     learning_rate: Any = None,
     wrapped: Mapping[str, Any] | None = None,
 ) -> TorchRun:
-    """Load a planned checkpoint; ``wrapped`` are a ``LossScaleOptimizer``'s settings."""
+    """Load a planned checkpoint; ``wrapped`` are settings of the wrapper, if any."""
     run = TorchRun(None, None, plan.notes)
     if plan.scaler is not None:
         run.scaler = GradScaler()
@@ -253,7 +253,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
     values = read_tensors(wanted)
     weights: dict[str, mx.array] = {}
     for row in owners:
-        weights |= row.to_mlx(values[key_of(tensors[row.torch])])
+        weights |= row.to_mlx(values[id(tensors[row.torch])])
     plan.table.change_model()
     if optimizer is not None:
         with damage_is_an_error("optimizer"):
@@ -324,9 +324,7 @@ def build_optimizer(
     optimizer = rebuild(run.description["settings"], run.optimizer, learning_rate)
     if wrapper["class"] != WRAPPER:
         return optimizer
-    is_16 = any(name.startswith("remainders.") for name in saved.optimizer)
-    bits = {"state_bits": 16 if is_16 else 32}
-    return LossScaleOptimizer(optimizer, **bits | wrapper["values"])
+    return LossScaleOptimizer(optimizer, **wrapper["values"])
 
 
 def save_torch(
@@ -363,7 +361,12 @@ def save_torch(
         like (str or object): The original: the path of a PyTorch checkpoint of the same
             model, or the result of ``torch_checkpoint.load``, in which you may have
             changed entries such as ``like["epoch"]``.
-        rename, layouts, drop, keys, names, accept: As for :func:`load_torch`.
+        rename (Callable): As for :func:`load_torch`.
+        layouts (dict, optional): As for :func:`load_torch`.
+        drop (list): As for :func:`load_torch`.
+        keys (dict, optional): As for :func:`load_torch`.
+        names (list, optional): As for :func:`load_torch`.
+        accept (list): As for :func:`load_torch`.
         overwrite (bool): Whether to replace an existing file or folder. Default:
             ``True``.
 
@@ -439,7 +442,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     """Replace a checkpoint's values by those of a run, and return notes."""
     source, sections = plan.source, plan.sections
-    new: dict[Any, mx.array] = {}  # the values of tensors, by key_of()
+    new: dict[Any, mx.array] = {}  # the values of tensors, by ``id``
     _fill_model(plan, run.weights, new)
     notes: list[str] = []
     steps: list[int] = []  # the optimizers' steps
@@ -489,7 +492,7 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
             "learning rate."
         )
     source.tree = replace_tensors(
-        source.tree, lambda path, leaf: new.get(key_of(leaf), leaf)
+        source.tree, lambda path, leaf: new.get(id(leaf), leaf)
     )
     return notes
 
@@ -520,10 +523,10 @@ def _fill_model(
         if name == row.torch:
             old, tensor = tensors[name], row.to_torch(weights)
             # If MLX only rounded the original's tensor, keep that tensor.
-            if old.dtype == tensor.dtype or not mx.array_equal(
+            if mlx_dtype(old) == tensor.dtype or not mx.array_equal(
                 read(old).astype(tensor.dtype, stream=mx.cpu), tensor, equal_nan=True
             ):
-                new[key_of(old)] = match_type(tensor, old)
+                new[id(old)] = match_type(tensor, old)
 
 
 def _move_trainer(source: Source, old: list[int], new: list[int]) -> dict[str, str]:

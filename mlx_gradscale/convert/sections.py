@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.scale import TORCH_KEYS
 from ..files.text import dtype_name, list_some
-from .compat import Placeholder
+from ..torch_checkpoint import Placeholder
 from .files import CONTAINERS, ConvertError, is_tensor, items
 
 Path = tuple[Any, ...]
@@ -153,7 +153,8 @@ def find_sections(tree: Any, keys: Mapping[str, str]) -> Sections:
 def _search(tree: Any) -> dict[str, list[Path]]:
     """Return the paths of all dicts of each kind, the least deep ones first."""
     found: dict[str, list[Path]] = {kind: [] for kind in KINDS}
-    left, seen = [((), tree)], set[int]()
+    left: list[tuple[Path, Any]] = [((), tree)]
+    seen: set[int] = set()
     for path, value in left:
         if id(value) in seen:
             continue
@@ -254,7 +255,7 @@ def list_others(tree: Any, sections: Sections) -> Iterator[str]:
     paths += [] if sections.scaler is None else [sections.scaler]
     used = {id(get(tree, path)) for path in paths}
     outer = {path[:i]: None for path in paths for i in range(len(path))}
-    outer |= {path: None for path in sections.optimizers}
+    outer |= dict.fromkeys(sections.optimizers)
     outer |= {} if sections.model else {(): None}  # tensors mixed with other entries
     for path in outer:
         value = get(tree, path)

@@ -21,7 +21,7 @@ from mlx_gradscale import (
     restore_checkpoint,
     torch_checkpoint,
 )
-from mlx_gradscale.convert import save_torch
+from mlx_gradscale.convert import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
 
 SAVED = Path(__file__).parents[1] / "golden" / "saved"
@@ -71,8 +71,8 @@ def test_run_converted_by_every_release_converts_back_to_pytorch(folder, tmp_pat
     restore_checkpoint(folder / "run", model, Optimizer(), scaler)
     assert mx.array_equal(model.weight, mx.ones((1, 2)))
     assert scaler.get_scale() == 65536.0
-    like = folder / "run/template.pt"
-    save_torch(tmp_path / "a.pt", model, scaler=scaler, like=like)
+    paths = ["--torch-path", f"{tmp_path}/a.pt", "--mlx-path", f"{folder}/run"]
+    assert convert(paths) == 0
     back = torch_checkpoint.load(tmp_path / "a.pt")
     assert (back["epoch"], back["model"]["bias"].tolist()) == (3, [0.0])
 

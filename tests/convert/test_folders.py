@@ -111,7 +111,9 @@ def test_convert_command_round_trips_a_folder(tmp_path, capsys):
     a, b = (read_source(tmp_path / folder) for folder in ("in", "out"))
     for name, content in a.tree.items():
         if name.endswith(".pt"):
-            content, b.tree[name] = (pt.load(tmp_path / x / name) for x in ("in", "out"))
+            content, b.tree[name] = (
+                pt.load(tmp_path / x / name) for x in ("in", "out")
+            )
         identical(content, b.tree[name])
     for name, file in a.others.items():
         assert file.read_bytes() == b.others[name].read_bytes()

@@ -280,7 +280,7 @@ def before_file(folder, data):
 
 
 def test_original_needs_the_same_model_but_no_optimizer(tmp_path):
-    model, run = small_run(tmp_path, epoch=3)
+    model, _ = small_run(tmp_path, epoch=3)
     path = tmp_path / "a.pt"
     for other in (Small(4), ConvNet()):
         with pytest.raises(ConvertError, match=r"has shape|no parameter for"):
@@ -323,7 +323,7 @@ def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsy
     small_run(tmp_path)
     forward(tmp_path / "a.pt", tmp_path / "run")
     rates, model = [1.0, 1.0, 1.0, 0.5, 0.25, 0.125], Small()
-    run = load_torch(tmp_path / "a.pt", model)
+    load_torch(tmp_path / "a.pt", model)
     schedule = lambda step: mx.array(rates[step.item()])  # noqa: E731
     optimizer = build_optimizer(tmp_path / "run", learning_rate=schedule)
     with warnings.catch_warnings():

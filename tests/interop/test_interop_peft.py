@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.hf_trainer import llama, mlx_lm_steps, train
 
-from mlx_gradscale.convert import Options, load_torch, save_torch
+from mlx_gradscale.convert import load_torch, save_torch
 from mlx_gradscale.convert.command import _mlx_lm_model as mlx_lm_model
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -52,13 +52,13 @@ def test_peft_lora_run_resumes_in_mlx_lm_and_then_in_the_trainer(tmp_path):
     config = {"rank": RANK, "scale": ALPHA / RANK, "dropout": 0.0, "keys": keys}
     tuner.linear_to_lora_layers(mine, 2, config)
     there = tmp_path / "whole/checkpoint-3"
-    run = load_torch(there, mine, Options(names=tuple(names)))
+    run = load_torch(there, mine, names=names)
     taken = [batch["input_ids"] for batch in batches[3:6]]
     losses = mlx_lm_steps(mine, run.optimizer, taken)
     np.testing.assert_allclose(losses, want[3:6], rtol=1e-4)
 
     back = tmp_path / "back/checkpoint-6"
     back.parent.mkdir()
-    save_torch(back, mine, run.optimizer, like=run.template)
+    save_torch(back, mine, run.optimizer, like=there, names=names)
     *_, after = train_adapters(tmp_path / "on", 9, resume=back)
     np.testing.assert_allclose(after, want[6:], rtol=1e-4)

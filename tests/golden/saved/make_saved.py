@@ -65,7 +65,6 @@ def main(folder: Path) -> None:
     torch_checkpoint.save(folder / "run.pt", torch)
     paths = ["--torch-path", f"{folder}/run.pt", "--mlx-path", f"{folder}/run"]
     convert([*paths, "--model", f"{__name__}:make_linear"])
-    (folder / "run.pt").unlink()
     with ScaleHistory(folder / "history.csv") as history:
         history.record(optimizer, loss=mx.array(0.5))
     Float32Search(["layers.0"]).save(folder / "float32_layers.json")
