@@ -161,7 +161,6 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _to_mlx(arguments: argparse.Namespace) -> None:
     original, path = arguments.torch_path, arguments.mlx_path
     check_folder(path, lambda name: bool(_OWN.fullmatch(name)), arguments.overwrite)
-    check_target(path, None, arguments.overwrite)
     model, options = _model(arguments.model), _options(arguments)
     plan = make_plan(read_source(original), model, options)
     run = load(plan, model)
@@ -213,7 +212,6 @@ def _advice(path: str, run: TorchRun, model: str) -> list[str]:
 
 def _to_torch(arguments: argparse.Namespace) -> None:
     folder, path, like = arguments.mlx_path, arguments.torch_path, arguments.like
-    check_target(path, None, arguments.overwrite)
     model, options, rows = _model(arguments.model), _options(arguments), None
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     run = folder.resolve().parent if is_save else folder

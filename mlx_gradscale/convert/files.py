@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_folder, temporary_folder
+from ..files.atomic import atomic_folder
 from ..files.paths import check_file, read_json
 from ..files.text import list_some
 from ..torch_checkpoint import (
@@ -27,6 +27,8 @@ from ..torch_checkpoint import (
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
 CONTAINERS = (dict, list, tuple)
+TENSORS = (mx.array, Tensor)
+_PLAIN = (bool, int, float, str, list, tuple)
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"
@@ -61,11 +63,6 @@ class Source:
         return state if isinstance(state, dict) else {}
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, read or not."""
-    return isinstance(value, (mx.array, Tensor))
-
-
 def read_tensors(tensors: Iterable[Any]) -> dict[int, mx.array]:
     """Return the values of tensors by ``id``. Tied tensors are one object."""
     wanted = {id(tensor): tensor for tensor in tensors}
@@ -85,9 +82,9 @@ def mlx_dtype(tensor: Any) -> mx.Dtype | None:
 
 def number(value: Any) -> Any:
     """Convert tensors of one element and NumPy scalars to numbers."""
-    if is_tensor(value) and value.shape in ((), (1,)):
+    if isinstance(value, TENSORS) and value.shape in ((), (1,)):
         return read(value).item()
-    return plain_value(value)
+    return value if value is None or type(value) in _PLAIN else plain_value(value)
 
 
 def items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -99,7 +96,7 @@ def items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def match_type(value: Any, old: Any) -> Any:
     """Convert a new value to the type of the tensor, tuple or number it replaces."""
-    if is_tensor(old):
+    if isinstance(old, TENSORS):
         if not isinstance(value, mx.array):
             value = mx.array(value).reshape(old.shape)
         dtype = mlx_dtype(old)
@@ -194,20 +191,12 @@ def _inside(path: Path) -> Path:
     return path
 
 
-def check_target(path: Path, source: Source | None, overwrite: bool) -> None:
-    """Raise if a checkpoint cannot be written to a path. Its parents may not exist."""
-    parent = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
-    try:
-        with temporary_folder(parent):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"Cannot write {path}: {error.strerror} ({parent}). Use another path."
-        ) from error
-    if source and source.others is not None:
-        check_folder(path, {*source.tree, *source.others}.__contains__, overwrite)
-    elif source:
+def check_target(path: Path, source: Source, overwrite: bool) -> None:
+    """Raise if a path exists, unless ``overwrite`` and it can be replaced."""
+    if source.others is None:
         check_file(path, overwrite)
+    else:
+        check_folder(path, {*source.tree, *source.others}.__contains__, overwrite)
 
 
 def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> None:
@@ -259,5 +248,6 @@ def _write_file(path: Path, content: Any) -> None:
 
 def _has_only_tensors(content: Any) -> bool:
     return isinstance(content, dict) and all(
-        isinstance(key, str) and is_tensor(value) for key, value in content.items()
+        isinstance(key, str) and isinstance(value, TENSORS)
+        for key, value in content.items()
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files.text import list_some
-from .files import ConvertError, is_tensor
+from .files import TENSORS, ConvertError
 from .hints import advise_names
 from .layouts import Row, Shape
 from .optimizer_table import OPTIMIZERS, OptimizerSpec, plain_setting, recognize
@@ -55,7 +55,9 @@ class Group:
     def shape(self, index: Index) -> Shape | None:
         """Return the shape of a parameter's moments, or None if there are none."""
         slots = self.slots(index)
-        tensors = (x for slot, x in slots.items() if slot != "step" and is_tensor(x))
+        tensors = (
+            x for slot, x in slots.items() if slot != "step" and isinstance(x, TENSORS)
+        )
         first = next(tensors, None)
         return None if first is None else tuple(first.shape)
 

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 
 from ..checkpoint import Checkpoint
 from ..files.text import list_some
-from .files import ConvertError, is_tensor, match_type, number
+from .files import TENSORS, ConvertError, match_type, number
 from .groups import Group, Index
 from .layouts import Row
 from .optimizer_table import (
@@ -199,7 +199,7 @@ def to_torch(
             slots = _torch_slots(group, index, tensors[row.torch], flat, int(step))
             for slot, value in slots.items():
                 old = group.slots(index).get(slot)
-                if is_tensor(old):
+                if isinstance(old, TENSORS):
                     new[id(old)] = value
                 else:
                     group.set_slot(index, slot, value)
@@ -217,7 +217,7 @@ def to_torch(
                 ] = "learning_rate"
         for key, value in _changed_settings(group, used["values"], rate).items():
             old = group.settings.get(key)
-            if is_tensor(old):
+            if isinstance(old, TENSORS):
                 new[id(old)] = value
             else:
                 group.set(key, value)
@@ -295,51 +295,19 @@ def _changed_settings(
 def constructor_args(group: Group) -> dict[str, Any]:
     """Return MLX constructor arguments equivalent to a PyTorch group's settings."""
     own = {key: plain_setting(group.settings[key]) for key in group.spec.settings}
-    return own | group.spec.forced | {"learning_rate": number(group.settings["lr"])}
+    # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array in MLX.
+    rate = float(number(group.settings["lr"]))
+    return own | group.spec.forced | {"learning_rate": rate}
 
 
 def build(groups: Sequence[Group], learning_rate: Any = None) -> optim.Optimizer:
     """Build the MLX optimizer, a ``MultiOptimizer`` if PyTorch's groups differ."""
     groups = groups if groups[0].prefix else groups[:1]
-    rates = [float(number(group.settings["lr"])) for group in groups]
+    parts = [(group.spec.mlx, constructor_args(group)) for group in groups]
+    members = [{n for row in g.rows.values() for n in row.mlx} for g in groups]
     # In the first step of a warmup all rates are 0, and only initial_lr differs.
     first = [number(group.settings.get("initial_lr")) for group in groups]
-    rates = choose_rates(rates, [*zip(rates, first, strict=True)], learning_rate)
-    made = [
-        (group.spec.mlx, constructor_args(group) | {"learning_rate": rate})
-        for group, rate in zip(groups, rates, strict=True)
-    ]
-    members = [{n for row in g.rows.values() for n in row.mlx} for g in groups]
-    return join(made, members)
-
-
-def join(
-    made: Sequence[tuple[type[optim.Optimizer], dict[str, Any]]],
-    members: Sequence[Collection[str]],
-) -> optim.Optimizer:
-    """Build one optimizer, or a ``MultiOptimizer`` whose parts have these members."""
-    parts = [cls(**arguments) for cls, arguments in made]
-    if len(parts) == 1:
-        return parts[0]
-    filters = [lambda path, _, own=own: path in own for own in members[:-1]]
-    return optim.MultiOptimizer(parts, filters)
-
-
-def choose_rates(rates: Sequence[float], alike: Sequence[Any], given: Any) -> list[Any]:
-    """Return one rate or schedule per optimizer; one serves all that are ``alike``."""
-    if given is None:
-        return [*rates]
-    is_shared = all(x == alike[0] for x in alike)
-    if not isinstance(given, (list, tuple)) and is_shared:
-        return [given] * len(rates)
-    if not isinstance(given, (list, tuple)) or len(given) != len(rates):
-        what = f"a list of {len(rates)} numbers or schedules, one per optimizer"
-        what = what if len(rates) > 1 else "a number or a schedule"
-        raise ValueError(
-            f"learning_rate must be {what}, got {given!r}. In the checkpoint, it is "
-            f"{[*rates]}."
-        )
-    return [*given]
+    return _join(parts, members, learning_rate, first)
 
 
 def rebuild(
@@ -347,7 +315,7 @@ def rebuild(
     state: Mapping[str, Any],
     learning_rate: Any = None,
 ) -> optim.Optimizer:
-    """Build the optimizer that a checkpoint of a converted run describes."""
+    """Build the optimizer that the settings and the state of a checkpoint describe."""
     classes = {spec.mlx.__name__: spec.mlx for spec in OPTIMIZERS.values()}
     unknown = [row["class"] for row in settings if row["class"] not in classes]
     if unknown or not settings:
@@ -355,21 +323,42 @@ def rebuild(
             f"The run's optimizer is {list_some(unknown) or 'missing'}, which is not "
             "one that PyTorch runs are converted to. Create it with mlx.optimizers."
         )
-    prefixes = [f"states.{i}." for i in range(len(settings))]
-    prefixes = prefixes if len(settings) > 1 else [""]
-    rates = [float(number(state[f"{prefix}learning_rate"])) for prefix in prefixes]
-    members = [
-        {
-            k.removeprefix(prefix).rpartition(".")[0]
-            for k in state
-            if k.startswith(prefix)
-        }
-        for prefix in prefixes
-    ]
-    made = [
-        (classes[row["class"]], row["values"] | {"learning_rate": rate})
-        for row, rate in zip(
-            settings, choose_rates(rates, rates, learning_rate), strict=True
+    parts, members, rates = [], [], []
+    for i, row in enumerate(settings):
+        prefix = f"states.{i}." if len(settings) > 1 else ""
+        own = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
+        members.append({key.rpartition(".")[0] for key in own})
+        rates.append(float(number(state[f"{prefix}learning_rate"])))
+        parts.append(
+            (classes[row["class"]], row["values"] | {"learning_rate": rates[i]})
         )
+    return _join(parts, members, learning_rate, rates)
+
+
+def _join(
+    parts: Sequence[tuple[type[optim.Optimizer], dict[str, Any]]],
+    members: Sequence[Collection[str]],
+    given: Any,
+    first: Sequence[Any],
+) -> optim.Optimizer:
+    """Build an optimizer of each part, with the user's rates if any were given."""
+    own = [arguments["learning_rate"] for _, arguments in parts]
+    rates = own if given is None else given
+    if (
+        not isinstance(rates, (list, tuple))
+        and len({*zip(own, first, strict=True)}) == 1
+    ):
+        rates = [rates] * len(parts)
+    if not isinstance(rates, (list, tuple)) or len(rates) != len(parts):
+        what = f"a list of {len(parts)} numbers or schedules, one per optimizer"
+        what = what if len(parts) > 1 else "a number or a schedule"
+        raise ValueError(
+            f"learning_rate must be {what}, got {given!r}. In the checkpoint, it is "
+            f"{own}."
+        )
+    made = [
+        cls(**arguments | {"learning_rate": rate})
+        for (cls, arguments), rate in zip(parts, rates, strict=True)
     ]
-    return join(made, members)
+    filters = [lambda path, _, own=own: path in own for own in members[:-1]]
+    return made[0] if len(made) == 1 else optim.MultiOptimizer(made, filters)

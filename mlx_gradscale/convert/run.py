@@ -22,11 +22,11 @@ from ..files.text import list_some
 from ..torch_checkpoint import replace_tensors
 from . import hints
 from .files import (
+    TENSORS,
     TRAINER,
     ConvertError,
     Source,
     check_target,
-    is_tensor,
     match_type,
     mlx_dtype,
     number,
@@ -86,7 +86,7 @@ class Plan:
     def tensors(self) -> dict[str, Any]:
         """The model's tensors by their PyTorch names."""
         held = get(self.source.tree, self.sections.model)
-        return {name: x for name, x in held.items() if is_tensor(x)}
+        return {name: x for name, x in held.items() if isinstance(x, TENSORS)}
 
     @property
     def scaler(self) -> dict[str, Any] | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.scale import TORCH_KEYS
-from ..files.text import dtype_name, list_some
+from ..files.text import list_some
 from ..torch_checkpoint import Placeholder
-from .files import CONTAINERS, ConvertError, is_tensor, items
+from .files import CONTAINERS, TENSORS, ConvertError, items
 
 Path = tuple[Any, ...]
 
@@ -79,14 +79,16 @@ def _is_moments(path: Path, value: dict[Any, Any]) -> bool:
 
 def _has_weights(path: Path, value: dict[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value) and any(
-        is_tensor(x) and "float" in dtype_name(x) and x.shape for x in value.values()
+        isinstance(x, TENSORS) and "float" in dtype_name(x) and x.shape
+        for x in value.values()
     )
 
 
 def _is_model(path: Path, value: dict[Any, Any]) -> bool:
     # torch.nn.Module.get_extra_state() may return anything.
     return _has_weights(path, value) and all(
-        is_tensor(x) or key.endswith("_extra_state") for key, x in value.items()
+        isinstance(x, TENSORS) or key.endswith("_extra_state")
+        for key, x in value.items()
     )
 
 
@@ -261,7 +263,7 @@ def list_others(tree: Any, sections: Sections) -> Iterator[str]:
         value = get(tree, path)
         own = ("state", "param_groups") if is_nested(value) else ()
         for key, x in () if is_flat(value) else items(value):
-            is_weight = path == sections.model and is_tensor(x)
+            is_weight = path == sections.model and isinstance(x, TENSORS)
             is_own = id(x) in used or (*path, key) in outer or key in own
             if not is_weight and not is_own:
                 yield show((*path, key))

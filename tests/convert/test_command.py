@@ -9,7 +9,16 @@ from collections import OrderedDict
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from support.convert_runs import Small, fails, forward, identical, paths, small, usual
+from support.convert_runs import (
+    SMALL,
+    Small,
+    fails,
+    forward,
+    identical,
+    paths,
+    small,
+    usual,
+)
 
 from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
@@ -230,21 +239,14 @@ def test_failed_conversion_leaves_no_files_or_the_old_ones(
     assert "not part of this checkpoint: history.csv" in fails(capsys, *again)
 
 
-def test_target_that_cannot_be_written_is_found_before_the_source_is_read(
-    tmp_path, capsys
-):
-    (tmp_path / "a.pt").write_text("not a checkpoint")
-    (tmp_path / "run").mkdir()
+def test_target_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
-    bad = str(tmp_path / "file/new/out")  # not even root can write inside a file
-    for source, name, target in (
-        ("--torch-path", "a.pt", "--mlx-path"),
-        ("--mlx-path", "run", "--torch-path"),
-    ):
-        said = fails(capsys, source, str(tmp_path / name), target, bad)
-        assert f"Cannot write {bad}: Not a directory" in said
-    source = ["--torch-path", str(tmp_path / "a.pt"), "--to", "mlx", "--overwrite"]
-    assert "or a mount point" in fails(capsys, *source, "--mlx-path", "/dev")
+    bad = f"{tmp_path}/file/new/out"  # not even root can write inside a file
+    source = ["--torch-path", f"{tmp_path}/a.pt", "--mlx-path", bad, *SMALL]
+    pt.save(tmp_path / "a.pt", usual())
+    assert "file/new" in fails(capsys, *source)
+    mount = ["--to", "mlx", "--overwrite", "--mlx-path", "/dev"]
+    assert "or a mount point" in fails(capsys, *source, *mount)
 
 
 def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_path):
