@@ -54,12 +54,10 @@ class Group:
 
     def shape(self, index: Index) -> Shape | None:
         """Return the shape of a parameter's moments, or None if there are none."""
-        slots = self.slots(index)
-        tensors = (
-            x for slot, x in slots.items() if slot != "step" and isinstance(x, TENSORS)
-        )
-        first = next(tensors, None)
-        return None if first is None else tuple(first.shape)
+        for slot, value in self.slots(index).items():
+            if slot != "step" and isinstance(value, TENSORS):
+                return tuple(value.shape)
+        return None
 
     def set_slot(self, index: Index, slot: str, value: Any) -> None:
         """Write a value of a parameter's state into the state dict."""

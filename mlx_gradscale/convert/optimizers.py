@@ -329,9 +329,8 @@ def rebuild(
         own = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
         members.append({key.rpartition(".")[0] for key in own})
         rates.append(float(number(state[f"{prefix}learning_rate"])))
-        parts.append(
-            (classes[row["class"]], row["values"] | {"learning_rate": rates[i]})
-        )
+        arguments = row["values"] | {"learning_rate": rates[i]}
+        parts.append((classes[row["class"]], arguments))
     return _join(parts, members, learning_rate, rates)
 
 
@@ -344,10 +343,8 @@ def _join(
     """Build an optimizer of each part, with the user's rates if any were given."""
     own = [arguments["learning_rate"] for _, arguments in parts]
     rates = own if given is None else given
-    if (
-        not isinstance(rates, (list, tuple))
-        and len({*zip(own, first, strict=True)}) == 1
-    ):
+    is_shared = len({*zip(own, first, strict=True)}) == 1
+    if is_shared and not isinstance(rates, (list, tuple)):
         rates = [rates] * len(parts)
     if not isinstance(rates, (list, tuple)) or len(rates) != len(parts):
         what = f"a list of {len(parts)} numbers or schedules, one per optimizer"

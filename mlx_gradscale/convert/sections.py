@@ -78,18 +78,15 @@ def _is_moments(path: Path, value: dict[Any, Any]) -> bool:
 
 
 def _has_weights(path: Path, value: dict[Any, Any]) -> bool:
-    return all(isinstance(key, str) for key in value) and any(
-        isinstance(x, TENSORS) and "float" in dtype_name(x) and x.shape
-        for x in value.values()
-    )
+    tensors = [x for x in value.values() if isinstance(x, TENSORS)]
+    is_named = all(isinstance(key, str) for key in value)
+    return is_named and any("float" in str(x.dtype) and x.shape for x in tensors)
 
 
 def _is_model(path: Path, value: dict[Any, Any]) -> bool:
     # torch.nn.Module.get_extra_state() may return anything.
-    return _has_weights(path, value) and all(
-        isinstance(x, TENSORS) or key.endswith("_extra_state")
-        for key, x in value.items()
-    )
+    others = [key for key, x in value.items() if not isinstance(x, TENSORS)]
+    return _has_weights(path, value) and all(k.endswith("_extra_state") for k in others)
 
 
 def _is_mixed(path: Path, value: dict[Any, Any]) -> bool:
