@@ -22,6 +22,7 @@ from ..torch_checkpoint import (
     read_all,
     save,
     shapes,
+    tensors,
 )
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
@@ -77,7 +78,10 @@ def read(tensor: Any) -> mx.array:
 
 def mlx_dtype(tensor: Any) -> mx.Dtype | None:
     """Return MLX's dtype of a tensor, or None if MLX does not have it."""
-    return tensor.mlx_dtype if isinstance(tensor, Tensor) else tensor.dtype
+    if isinstance(tensor, Tensor):
+        return tensors.mlx_dtype(tensor.dtype)
+    dtype: mx.Dtype = tensor.dtype
+    return dtype
 
 
 def number(value: Any) -> Any:

@@ -12,7 +12,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from ..checkpoint import Checkpoint, read_checkpoint
-from ..checkpoint.save import WRAPPER, capture, find_scaler
+from ..checkpoint.save import WRAPPERS, capture, find_scaler
 from ..core.masters import join, to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scale import TORCH_KEYS
@@ -322,9 +322,9 @@ def build_optimizer(
     saved = read_checkpoint(folder)
     run, wrapper = unwrap(saved), saved.description["settings"][0]
     optimizer = rebuild(run.description["settings"], run.optimizer, learning_rate)
-    if wrapper["class"] != WRAPPER:
+    if wrapper["class"] not in WRAPPERS:
         return optimizer
-    return LossScaleOptimizer(optimizer, **wrapper["values"])
+    return WRAPPERS[wrapper["class"]](optimizer, **wrapper["values"])
 
 
 def save_torch(
@@ -417,7 +417,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
-    if settings and settings[0]["class"] == WRAPPER:
+    if settings and settings[0]["class"] in WRAPPERS:
         state, settings = {}, settings[1:]
         for name, x in saved.optimizer.items():
             kind, _, path = name.partition(".")
