@@ -22,8 +22,8 @@ from ..torch_checkpoint import (
     read_all,
     save,
     shapes,
-    tensors,
 )
+from ..torch_checkpoint.tensors import mlx_dtype as dtype_named
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
@@ -79,7 +79,7 @@ def read(tensor: Any) -> mx.array:
 def mlx_dtype(tensor: Any) -> mx.Dtype | None:
     """Return MLX's dtype of a tensor, or None if MLX does not have it."""
     if isinstance(tensor, Tensor):
-        return tensors.mlx_dtype(tensor.dtype)
+        return dtype_named(tensor.dtype)
     dtype: mx.Dtype = tensor.dtype
     return dtype
 
