@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_folder
 from ..files.paths import check_file, read_json
-from ..files.text import list_some
+from ..files.text import dtype_name, list_some
 from ..torch_checkpoint import (
     CheckpointError,
     Tensor,
@@ -23,7 +23,6 @@ from ..torch_checkpoint import (
     save,
     shapes,
 )
-from ..torch_checkpoint.tensors import mlx_dtype as dtype_named
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
@@ -78,10 +77,8 @@ def read(tensor: Any) -> mx.array:
 
 def mlx_dtype(tensor: Any) -> mx.Dtype | None:
     """Return MLX's dtype of a tensor, or None if MLX does not have it."""
-    if isinstance(tensor, Tensor):
-        return dtype_named(tensor.dtype)
-    dtype: mx.Dtype = tensor.dtype
-    return dtype
+    dtype = getattr(mx, dtype_name(tensor), None)
+    return dtype if isinstance(dtype, mx.Dtype) else None
 
 
 def number(value: Any) -> Any:
