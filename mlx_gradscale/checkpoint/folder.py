@@ -46,6 +46,9 @@ _CHECKSUMS = "checksums.json"
 _RANK = "rank-{}"  # the folder of a rank in a sharded checkpoint
 _PREFIX = "optimizer."  # added to the names of the optimizer's arrays
 _SAVE = re.compile("save-[0-9]{6,}")
+# How the names of files start that the user has not written: one of macOS's Finder, and
+# temporary files that a save could not remove.
+_LITTER = (".DS_Store", ".mlx_gradscale-")
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
 # The contents of the first three files above.
 Files = tuple[dict[str, mx.array], dict[str, mx.array], bytes]
@@ -253,9 +256,10 @@ def _is_ours(folder: Path) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     n_ranks = _count_ranks(parts)
-    own = {*parts, _CHECKSUMS, ".DS_Store"}
     return parts == {*_list_parts(n_ranks)} and all(
-        path.name in own or (n_ranks > 0 and path.is_dir() and _is_ours(path))
+        path.name in (*parts, _CHECKSUMS)
+        or path.name.startswith(_LITTER)
+        or (n_ranks > 0 and path.is_dir() and _is_ours(path))
         for path in folder.iterdir()
     )
 
