@@ -64,11 +64,11 @@ def make_texts(length=32, rows=64):
     return [text[i * length : (i + 1) * length] for i in range(rows)]
 
 
-def make_rows():
+def make_rows(rows=64, skip=0):
     """The same as (tokens, offset of the first to learn), 8 of them for validation."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    rows = []
-    for text in make_texts():
+    found = []
+    for text in make_texts(rows=rows + skip)[skip:]:
         [(characters, _)] = split.pre_tokenize_str(text)
-        rows.append(([BYTES.index(character) for character in characters], 0))
-    return rows[8:], rows[:8]
+        found.append(([BYTES.index(character) for character in characters], 0))
+    return found[8:], found[:8]
