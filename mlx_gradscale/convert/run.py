@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from ..checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.save import WRAPPERS, capture, find_scaler
 from ..core.masters import join, to_float32
-from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from ..core.trees import restore, snapshot
@@ -271,7 +271,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
                 "for example with layer.freeze()."
             )
         inner.state = tree_unflatten([(k, flat[k]) for k in own])
-    if isinstance(optimizer, LossScaleOptimizer):
+    if isinstance(optimizer, MasterWeightOptimizer):
         _load_rounded(model, weights, optimizer)
     else:
         model.load_weights(list(weights.items()), strict=False)
@@ -280,7 +280,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
 
 
 def _load_rounded(
-    model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
+    model: nn.Module, weights: Mapping[str, mx.array], optimizer: MasterWeightOptimizer
 ) -> None:
     """Load weights in the model's dtypes, and the unrounded ones as master weights."""
     own = dict(tree_flatten(model.parameters()))

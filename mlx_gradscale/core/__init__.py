@@ -1,11 +1,11 @@
 """The training core: loss scaling, skipped steps and master weights.
 
-Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``eight_bit``, ``notices``,
-``fusion``, ``finite``, ``intercept``, ``forward``, ``passes``, ``gradients``,
-``optimizers``, ``moments``, ``ranks``, ``guard`` (a step), ``scaler``, ``state``,
+Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
+``eight_bit``, ``storage``, ``finite``, ``intercept``, ``forward``, ``passes``,
+``gradients``, ``optimizers``, ``ranks``, ``guard`` (a step), ``scaler``, ``state``,
 ``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of the package.
 One step, for every kind of optimizer, is ``GradScaler._plan`` and a commit: match
-gradients to parameters, inspect them, plan the results, advance the scale, commit.
+gradients to parameters, inspect them, update each parameter, advance the scale, commit.
 
 The words of this package:
 
@@ -16,7 +16,8 @@ The words of this package:
   *slot* or *place* is where an array is: path, container (*box*) and key. A *write* is
   a container, a key and a new value.
 - A step is *applied* or *skipped*. It is *planned* first and then *committed*.
-- A *wrapper* is a ``LossScaleOptimizer``, and the optimizer in it is the *inner* one.
+- A *wrapper* is a ``MasterWeightOptimizer``, of which ``LossScaleOptimizer`` is a
+  subclass, and the optimizer in it is the *inner* one.
   Every optimizer that a scaler steps, plain or wrapped, is a *participant*. *Parts* are
   the optimizers in a ``MultiOptimizer``.
 - A *master weight* is the float32 value of a half-precision parameter. Its *entries*

@@ -54,6 +54,8 @@ class Participant(NamedTuple):
     # Without master weights, moments are float32.
     masters: Masters | None = None
     storage: Storage = STORAGES[32]
+    # Whether the gradients should come from a scaled loss; it only decides a warning.
+    scales_loss: bool = True
     # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
     norms: dict[str, Any] | None = None
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .masters import HALF
-from .trees import dtype_name, flatten, is_floating, leaves, read
+from .trees import dtype_name, is_floating, leaves, read
 
 # Packages whose frames may come between the user's line and a warning.
 _BETWEEN = ("mlx_gradscale.", "mlx.", "functools.", "contextlib.")
@@ -21,34 +21,24 @@ _TEXTS = {
     "float16 loss": "The loss is float16, so the backward pass overflows and steps are "
     "skipped while the scale is above 65504. Compute the loss in float32, for example "
     "from logits.astype(mx.float32).",
-    "float16 statistics": "{model} has BatchNorm layers with float16 running "
-    "statistics, where a variance above 65504 is inf. To compute them in float32, call "
-    "mlx_gradscale.float32_layers(model, {layers}).",
     "float32 inputs": "{model} has {dtype} parameters, but the first array argument is "
     "float32, so MLX may compute in float32. Cast the inputs, or pass "
     "compute_dtype=mx.{dtype}. To see the dtype of each layer, call mlx_gradscale."
     "diagnostics.compute_dtypes().",
-    "not differentiated": "scale() was called, but its result was never "
-    "differentiated, so these gradients were not scaled, and unscaling makes them too "
-    "small. Call scale() in the differentiated function, or use value_and_grad().",
-    "other gradients": "These gradients do not come from this scaler, so small float16 "
-    "gradients may have underflowed. Get them from value_and_grad() or scale_loss(). "
-    "To train without loss scaling, use MasterWeightOptimizer.",
+    "unscaled float16": "Some parameters are float16, but no scale has entered their "
+    "gradients, so small ones are zero. Use LossScaleOptimizer, and get the gradients "
+    "from value_and_grad() or scale_loss().",
     "no master weights": "Some parameters are float16 or bfloat16 and have no master "
     "weights, so small updates are lost. Use LossScaleOptimizer, or keep the "
     "parameters in float32 and pass compute_dtype= to value_and_grad().",
     "no step": "The weights changed {many} times without a step of this scaler, so a "
     "gradient that overflows writes NaN into them. Instead of optimizer.update(), call "
     "scaler.step() and scaler.update(), or use a LossScaleOptimizer.",
-    "skips": "At least {many} steps in a row were skipped because of non-finite "
-    "gradients, so the model is not training. To find the cause, call mlx_gradscale."
-    "diagnostics.explain_overflow(model, loss_fn, *batch), with the same compute_dtype "
-    "as in training.",
-    "low scale": "At a loss scale of {scale:.2g}, gradients below {smallest:.1g} "
-    "underflow to zero in float16. If the loss itself is sometimes inf or NaN, a "
-    "smaller scale does not help: filter out batches with NaN, or call "
-    "explain_overflow() from mlx_gradscale.diagnostics. GradScaler(min_scale=1.0) "
-    "keeps the scale from falling this far, and scaler.update(65536.0) resets it.",
+    "stuck": "{what}, so the model is hardly training. To find the cause, call "
+    "mlx_gradscale.diagnostics.explain_overflow(model, loss_fn, *batch), with the same "
+    "compute_dtype as in training. Filter out batches whose loss is inf or NaN; a "
+    "smaller scale does not help there. GradScaler(min_scale=1.0) keeps the scale from "
+    "falling far, and scaler.update(65536.0) resets it.",
 }
 
 
@@ -96,9 +86,17 @@ class SkipWatch:
             return
         *counts, scale = values
         if max(counts) >= _MANY:
-            warn_once("skips")
+            warn_once(
+                "stuck",
+                what=f"At least {_MANY} steps in a row were skipped because of "
+                "non-finite gradients",
+            )
         elif scale < LOW_SCALE:
-            warn_once("low scale", scale=scale, smallest=2.0**-25 / scale)
+            warn_once(
+                "stuck",
+                what=f"At a loss scale of {scale:.2g}, gradients below "
+                f"{2.0**-25 / scale:.1g} underflow to zero in float16",
+            )
 
 
 class UpdateWatch:
@@ -134,18 +132,10 @@ def check_loss(
 
 
 def check_dtypes(model: nn.Module, args: tuple[Any, ...], warn_once: WarnOnce) -> None:
-    """Warn if BatchNorm has float16 statistics, or inputs make MLX use float32."""
-    name = type(model).__name__
-    half = [
-        path.rpartition(".")[0]
-        for path, x in flatten(model)
-        if path.endswith("running_var") and isinstance(x, mx.array)
-        if x.dtype == mx.float16
-    ]
-    if half:
-        warn_once("float16 statistics", model=name, layers=half)
+    """Warn if float32 inputs make MLX compute in float32."""
     first = next((x for x in args if isinstance(x, mx.array)), None)
     floating = [x for x in leaves(model.parameters()) if is_floating(x)]
     is_half = floating and all(x.dtype in HALF for x in floating)
     if is_half and first is not None and first.dtype == mx.float32:
+        name = type(model).__name__
         warn_once("float32 inputs", model=name, dtype=dtype_name(floating[0]))

@@ -1,4 +1,8 @@
-"""``LossScaleOptimizer``: loss scaling and master weights as a drop-in optimizer."""
+"""``MasterWeightOptimizer`` and ``LossScaleOptimizer``: wrappers as drop-in optimizers.
+
+Both keep float32 master weights and skip steps with non-finite gradients. The first
+does not scale the loss; its scale is fixed at 1.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,24 +19,27 @@ from .masters import HALF
 from .optimizers import check_supported, initialize, is_builtin, single_optimizers
 from .ranks import Ranks, Sharded
 from .scaler import GradScaler
-from .state import LOADED, State, emptied, parse, replace, take, write
+from .state import State, adapt_bits, flat, parse, put, replace, take
 from .storage import STORAGES, Masters
-from .trees import flatten, match, restore, snapshot
+from .trees import flatten, match, read, restore, snapshot
 
 
-class LossScaleOptimizer(Optimizer):
-    """Wrap an optimizer with loss scaling and float32 master weights.
+class MasterWeightOptimizer(Optimizer):
+    """Wrap an optimizer with float32 master weights and step skipping.
 
     The inner optimizer updates the master weights of float16 and bfloat16 parameters in
     float32. A step with a non-finite gradient is skipped: the parameters and the inner
-    optimizer do not change, and the scaler counts an overflow. Attributes of the inner
-    optimizer, such as ``weight_decay``, can be read and set through the wrapper.
+    optimizer do not change. Attributes of the inner optimizer, such as
+    ``weight_decay``, can be read and set through the wrapper.
+
+    Use it with bfloat16, which has the same range as float32 and needs no loss scaling.
+    Get the gradients from ``nn.value_and_grad``. For float16, use
+    :class:`LossScaleOptimizer`.
 
     Args:
         optimizer (Optimizer): An optimizer from ``mlx.optimizers``, or a third-party
             ``Optimizer`` that does not override ``update``. The latter costs one device
             read per eager step.
-        scaler (GradScaler, optional): The loss scaler. Default: a new ``GradScaler``.
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
@@ -42,7 +49,7 @@ class LossScaleOptimizer(Optimizer):
             half-precision parameter instead of 14, weight included, but is slower on
             CPUs. Only for optimizers from ``mlx.optimizers``. Default: ``32``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
-            all of them apply a step or none does. Default: the group of ``scaler``.
+            all of them apply a step or none does. Default: ``None``.
         average (bool): Average the gradients, except shards, over the group in float32.
             Default: ``False``.
         sharded (Callable or bool, optional): Which gradients are shards: a function of
@@ -51,24 +58,20 @@ class LossScaleOptimizer(Optimizer):
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-        >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
-        >>> model = nn.Linear(4, 1)
-        >>> model.set_dtype(mx.float16)
-        >>> scaler = GradScaler(init_scale=1024.0)
-        >>> optimizer = LossScaleOptimizer(optim.AdamW(1e-3), scaler)
-        >>> def loss_fn(x, y):
-        ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
-        >>> loss_and_grad = optimizer.value_and_grad(model, loss_fn)
-        >>> loss, grads = loss_and_grad(mx.ones((2, 4), mx.float16), mx.zeros((2, 1)))
+        >>> from mlx_gradscale import MasterWeightOptimizer
+        >>> model, optimizer = nn.Linear(2, 1), MasterWeightOptimizer(optim.SGD(0.1))
+        >>> loss_and_grad = nn.value_and_grad(model, lambda x: model(x).mean())
+        >>> loss, grads = loss_and_grad(mx.array([[float("nan"), 1.0]]))
         >>> optimizer.update(model, grads)
-        >>> optimizer.step, optimizer.scaler.last_step_applied
-        (array(1, dtype=uint64), array(True, dtype=bool))
+        >>> optimizer.scaler.skipped_steps
+        array(1, dtype=int32)
     """
+
+    _scales_loss = False
 
     def __init__(
         self,
         optimizer: Optimizer,
-        scaler: GradScaler | None = None,
         *,
         max_grad_norm: float | None = None,
         state_bits: int = 32,
@@ -76,31 +79,41 @@ class LossScaleOptimizer(Optimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
+        scaler = GradScaler(1.0, dynamic=False)
+        norm, ranks = max_grad_norm, (group, average, sharded)
+        self._start(optimizer, scaler, norm, state_bits, *ranks)
+
+    def _start(
+        self,
+        optimizer: Optimizer,
+        scaler: GradScaler,
+        max_grad_norm: float | None,
+        state_bits: int,
+        group: mx.distributed.Group | None,
+        average: bool,
+        sharded: Sharded | None,
+    ) -> None:
         check_supported(optimizer)
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None:
             _check_norm(max_grad_norm)
         _check_state_bits(state_bits, optimizer)
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
-        self._scaler = GradScaler() if scaler is None else scaler
+        self._scaler = scaler
         self._clips = max_grad_norm is not None
-        group = self.scaler.group if group is None else group
+        group = scaler.group if group is None else group
         self._ranks = Ranks(group, average, sharded, self._clips)
-        self._masters = Masters(STORAGES[state_bits])
-        self._state_bits = state_bits
-        # The parts of a loaded state that init() has yet to check.
-        self._loaded: tuple[str, ...] = ()
+        self._masters = Masters(state_bits)
+        # Whether a loaded state waits for init().
+        self._is_waiting = False
         limit = mx.array(float(max_grad_norm or "inf"))
         self._share_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
 
     def _share_state(self, norms: dict[str, mx.array]) -> None:
-        """Make the state from the dicts of all parts, and register with the scaler."""
+        """Make the state from the dicts of all parts."""
         parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
         entries = parts | self._masters.state | norms
         self._state: State = State(self.optimizer, entries)
-        self._scaler._users[id(self)] = self
 
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -131,19 +144,32 @@ class LossScaleOptimizer(Optimizer):
             self._ranks.compare(parameters, self.optimizer, settings)
         before = snapshot(self.state)
         try:
-            loaded = take(self.state, self._loaded)
+            loaded = take(self.state) if self._is_waiting else None
             initialize(self.optimizer, parameters, self._masters.storage)
-            for path, x in flatten(parameters):
+            weights = dict(flatten(parameters))
+            for path, x in weights.items():
                 if x.dtype in HALF and not self._masters.has(path):
                     self._masters.set(path, x, x)
-            if loaded and not replace(self.state, loaded, self._loaded):
+            if loaded is not None and not self._replace(loaded, weights):
                 # Lists in a third-party optimizer's saved state may be incomplete.
                 initialize(self.optimizer, parameters, self._masters.storage)
         except BaseException:
             restore(before)
             raise
-        self._loaded, self._initialized = (), True
+        self._is_waiting, self._initialized = False, True
         self._evaluate()
+
+    def _replace(
+        self, loaded: dict[str, Any], weights: dict[str, mx.array] | None
+    ) -> bool:
+        """Load a state; return whether it is complete. Decoding needs the weights."""
+        own, bits = flat(self.state), self._state_bits
+        adapted = adapt_bits(loaded, own, self.optimizer, bits, weights)
+        if adapted is not None:
+            return replace(self.state, adapted)
+        put(self.state, loaded)
+        self._is_waiting = True
+        return False
 
     def _evaluate(self) -> None:
         # Now, because MLX cannot evaluate a lazy array in another thread.
@@ -153,14 +179,15 @@ class LossScaleOptimizer(Optimizer):
     def update(self, model: nn.Module, gradients: Any) -> None:
         """Update the model in place, or skip the step; then update the loss scale.
 
-        The step is skipped if a gradient or, with clipping, the norm is non-finite.
+        The step is skipped if a gradient or, with clipping, the norm is non-finite. If
+        optimizers share a scaler, call ``scaler.step`` for each of them and then
+        ``scaler.update()`` instead: each call of this method counts an iteration.
 
         Args:
             model (nn.Module): The model to update.
             gradients (Any): The gradients. They must be unscaled, unless they come from
                 :meth:`GradScaler.scale`.
         """
-        self._scaler._refuse_if_shared()
         self._scaler.minimize(self, model, gradients)
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
@@ -169,7 +196,6 @@ class LossScaleOptimizer(Optimizer):
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``gradients``.
         """
-        self._scaler._refuse_if_shared()
         return self._scaler._apply(self, gradients, parameters, is_last=True)
 
     def _participant(self, scaler: GradScaler) -> Participant:
@@ -185,8 +211,13 @@ class LossScaleOptimizer(Optimizer):
             self._ranks,
             masters=self._masters,
             storage=self._masters.storage,
+            scales_loss=self._scales_loss,
             norms=self._state if self._clips else None,
         )
+
+    @property
+    def _state_bits(self) -> int:
+        return self._masters.state_bits
 
     @property
     def scaler(self) -> GradScaler:
@@ -256,11 +287,12 @@ class LossScaleOptimizer(Optimizer):
     def state(self) -> State:
         """The tree of arrays to save and to pass to ``mx.compile``.
 
-        Assigning a saved state, or that of a plain optimizer, replaces the arrays in
-        the existing dicts, except ``max_grad_norm``. If you assign it before calling
-        :meth:`init`, :meth:`init` checks it against the parameters. Assigning ``{}``
-        frees moments and master weights, until you assign the old state again; a
-        compiled step keeps the old state. Keys like "step" are the inner optimizer's.
+        Assigning a saved state replaces the arrays in the existing dicts, except
+        ``max_grad_norm``. If you assign it before :meth:`init`, :meth:`init` checks it
+        against the parameters. ``state_bits=32`` loads a state of other
+        ``state_bits``, decoded, in the next :meth:`init` or step; load the weights
+        before. Assigning ``{}`` frees moments and master weights, until you assign the
+        old state again. Keys like "step" are the inner optimizer's.
         """
         # Refresh on every access: a MultiOptimizer builds a new dict each time, and the
         # user may have replaced the inner optimizer's state.
@@ -270,19 +302,17 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if state in ({}, []):
-            state = emptied(self.state)
+            state = self.state.emptied()
         if isinstance(state, State) and state.owner is self.optimizer:
             self._attach(state)
             return
         loaded, fields = parse(state, self.state)
-        parts = LOADED if fields else LOADED[:1]
         if self._initialized:
-            self._initialized = replace(self.state, loaded, parts)
+            self._initialized = self._replace(loaded, None)
         else:
-            write(self.state, loaded, parts)
-            self._loaded = parts
-        if fields and self.scaler.is_enabled():
-            self.scaler._fill(fields)
+            put(self.state, loaded)
+            self._is_waiting = True
+        self.scaler._replace(fields)
         self._evaluate()
 
     def _attach(self, state: State) -> None:
@@ -292,7 +322,22 @@ class LossScaleOptimizer(Optimizer):
             self._state = state
             self._masters.state = {name: state[name] for name in self._masters.state}
             self.optimizer.state = state["optimizer"]
-            self._loaded, self._initialized = (), False  # init() keeps this state
+            self._is_waiting = self._initialized = False  # init() keeps this state
+
+    def __repr__(self) -> str:
+        parts = [type(self.optimizer).__name__]
+        if self._scales_loss:
+            parts.append(repr(self.scaler))
+        if self._clips:
+            norm = read(self._state["max_grad_norm"])
+            parts.append(f"max_grad_norm={norm}")
+        if self._state_bits != 32:
+            parts.append(f"state_bits={self._state_bits}")
+        if self.group is not None:
+            shown = {"average": self._ranks.average, "sharded": self._ranks.sharded}
+            parts.append(f"group of {self.group.size()}")
+            parts += [f"{name}={x!r}" for name, x in shown.items() if x]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __getstate__(self) -> dict[str, Any]:
         norms = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -322,38 +367,53 @@ class LossScaleOptimizer(Optimizer):
             setattr(inner, name, value)
 
 
-class MasterWeightOptimizer(LossScaleOptimizer):
-    """Wrap an optimizer with master weights and step skipping, but no loss scaling.
+class LossScaleOptimizer(MasterWeightOptimizer):
+    """Wrap an optimizer with loss scaling and float32 master weights.
 
-    Use it with bfloat16, which has the same range as float32 and needs no loss scaling.
-    Get the gradients from ``nn.value_and_grad``. Equivalent to
-    a ``LossScaleOptimizer`` whose scale is fixed at 1.
+    A :class:`MasterWeightOptimizer` whose scaler also scales the loss, for float16. A
+    skipped step counts as an overflow, after which the scale falls.
 
     Args:
-        optimizer (Optimizer): The optimizer to wrap.
-        max_grad_norm (float, optional): As in :class:`LossScaleOptimizer`, like all
-            other arguments. Default: ``None``.
-        state_bits (int): 32 or 16. Default: ``32``.
-        group (mx.distributed.Group, optional): The ranks that train together.
+        optimizer (Optimizer): As in :class:`MasterWeightOptimizer`.
+        scaler (GradScaler, optional): The loss scaler. Default: a new ``GradScaler``.
+        max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
+            to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
-        average (bool): Average the gradients over the group. Default: ``False``.
-        sharded (Callable or bool, optional): Which gradients are shards.
-            Default: ``None``.
+        state_bits (int): How to store master weights and moments: 32 for float32, or 16
+            for only the rounding error of each weight and for bfloat16 moments, which
+            are dithered instead of rounded to nearest. With AdamW, 16 takes 8 bytes per
+            half-precision parameter instead of 14, weight included, but is slower on
+            CPUs. Only for optimizers from ``mlx.optimizers``. Default: ``32``.
+        group (mx.distributed.Group, optional): The ranks that train together. Either
+            all of them apply a step or none does. Default: the group of ``scaler``.
+        average (bool): Average the gradients, except shards, over the group in float32.
+            Default: ``False``.
+        sharded (Callable or bool, optional): Which gradients are shards: a function of
+            path and array, or a bool for all of them. Other gradients must be equal on
+            all ranks once averaged, and count once in the norm. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-        >>> from mlx_gradscale import MasterWeightOptimizer
-        >>> model, optimizer = nn.Linear(2, 1), MasterWeightOptimizer(optim.SGD(0.1))
-        >>> loss_and_grad = nn.value_and_grad(model, lambda x: model(x).mean())
-        >>> loss, grads = loss_and_grad(mx.array([[float("nan"), 1.0]]))
+        >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
+        >>> model = nn.Linear(4, 1)
+        >>> model.set_dtype(mx.float16)
+        >>> scaler = GradScaler(init_scale=1024.0)
+        >>> optimizer = LossScaleOptimizer(optim.AdamW(1e-3), scaler)
+        >>> def loss_fn(x, y):
+        ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
+        >>> loss_and_grad = optimizer.value_and_grad(model, loss_fn)
+        >>> loss, grads = loss_and_grad(mx.ones((2, 4), mx.float16), mx.zeros((2, 1)))
         >>> optimizer.update(model, grads)
-        >>> optimizer.scaler.skipped_steps
-        array(1, dtype=int32)
+        >>> optimizer
+        LossScaleOptimizer(AdamW, GradScaler(scale=1024.0, skipped_steps=0))
     """
+
+    _scales_loss = True
 
     def __init__(
         self,
         optimizer: Optimizer,
+        scaler: GradScaler | None = None,
         *,
         max_grad_norm: float | None = None,
         state_bits: int = 32,
@@ -361,15 +421,11 @@ class MasterWeightOptimizer(LossScaleOptimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
-        super().__init__(
-            optimizer,
-            GradScaler(1.0, dynamic=False),
-            max_grad_norm=max_grad_norm,
-            state_bits=state_bits,
-            group=group,
-            average=average,
-            sharded=sharded,
-        )
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
+        scaler = GradScaler() if scaler is None else scaler
+        norm, ranks = max_grad_norm, (group, average, sharded)
+        self._start(optimizer, scaler, norm, state_bits, *ranks)
 
 
 def _check_state_bits(state_bits: Any, optimizer: Optimizer) -> None:

@@ -1,9 +1,8 @@
 """``GradScaler``: PyTorch's loss scaler for MLX, without host syncs."""
 
-import gc
 import os
-import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -36,6 +35,15 @@ class _Stage(NamedTuple):
     ranks: Ranks
     # Whether the gradients passed to unscale_() were finite; None after step().
     finite: mx.array | None
+
+
+class _Noted(NamedTuple):
+    """The scale that scale() used, and what one iteration has made of it since."""
+
+    used: mx.array | None = None
+    latest: mx.array | None = None
+    # The ids of the optimizers whose update() has changed it.
+    stepped: frozenset[int] = frozenset()
 
 
 class _State(dict[str, mx.array]):
@@ -140,18 +148,25 @@ class GradScaler:
         """Create the attributes that are neither copied nor pickled."""
         self._backward = Backward(self._state)
         self._stages = self._state.stages
-        # The optimizers that were created with this scaler, or stepped by it.
-        self._users = weakref.WeakValueDictionary[int, Optimizer]()
         self._skip_watch = SkipWatch()
+        self._noted = _Noted()
 
     def _fill(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self._state[name] = rule.as_array(name, value)
-        # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
-        mx.eval(self._state)
-        self._backward.is_dynamic = bool(values["dynamic"])
-        # Whether to warn about gradients that were not scaled.
-        self._expects_scaling = values["scale"] != 1 or values["dynamic"]
+        self._replace({name: rule.as_array(name, x) for name, x in values.items()})
+
+    def _replace(self, fields: dict[str, mx.array]) -> None:
+        """Replace the arrays of the state, unless the scaler is disabled."""
+        if not self._enabled and self._state:
+            return
+        commit((self._state, name, x) for name, x in fields.items())
+        with suppress(RuntimeError, ValueError):  # inside mx.compile
+            # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
+            mx.eval(self._state)
+        # Inside mx.compile, nothing is known but that the scale may change.
+        is_dynamic = read(self._state["dynamic"]) is not False
+        self._backward.is_dynamic = is_dynamic
+        # Whether to warn about float16 gradients that were not scaled.
+        self._expects_scaling = is_dynamic or read(self._state["scale"]) != 1
 
     @property
     def state(self) -> dict[str, mx.array]:
@@ -258,7 +273,21 @@ class GradScaler:
             return outputs
         arrays(outputs)
         self._set_mode(_SCALED)
+        self._noted = _Noted(self._state["scale"], self._state["scale"])
         return tree_map(self._backward.scaled, outputs)
+
+    def _inverse(self, optimizer: Optimizer) -> mx.array:
+        """Return 1 / scale, for the scale that :meth:`scale` has multiplied by.
+
+        In this iteration, another optimizer's ``update()`` may have changed the scale
+        since then. If anything else has replaced it, such as a load, or a function of
+        ``mx.compile`` that has begun or ended, the present scale is used.
+        """
+        used, latest, stepped = self._noted
+        present = self._state["scale"]
+        if used is None or latest is not present or id(optimizer) in stepped:
+            used = present
+        return 1.0 / used
 
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
@@ -309,7 +338,7 @@ class GradScaler:
                 "update(). Call unscale_(), step() and update() once, in this order. "
                 f"{START_AFRESH}"
             )
-        inverse = self._backward.inverse_scale() if is_scaled else None
+        inverse = self._inverse(optimizer) if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         if stage is not None and stage.finite is not None:
             finite = finite & stage.finite
@@ -361,13 +390,6 @@ class GradScaler:
             wrapped: Participant = optimizer._participant(self)
             return wrapped
         check_supported(optimizer)
-        user: Any
-        for user in self._users.values():
-            if is_wrapper(user) and user.optimizer is optimizer:
-                raise ValueError(
-                    "This optimizer belongs to a LossScaleOptimizer, which keeps "
-                    "master weights for it. Pass the LossScaleOptimizer instead."
-                )
         return Participant(optimizer, self._ranks)
 
     def _step(
@@ -416,7 +438,7 @@ class GradScaler:
         leaves = match(grads, parameters)
         if self._mode == _SCALED and not stage and leaves:
             scaled = [leaf.gradient for leaf in leaves]
-            unscaled = unscale(scaled, self._backward.inverse_scale())
+            unscaled = unscale(scaled, self._inverse(optimizer))
             pairs = zip(leaves, unscaled, strict=True)
             leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
         self._backward.check_unscaled(leaves, isinstance(parameters, nn.Module))
@@ -441,7 +463,6 @@ class GradScaler:
             inputs = inputs._replace(applied=mx.array(True))
         new, writes = plan(participant, grads, inputs)
         if self._enabled:
-            self._users[id(optimizer)] = optimizer
             writes += self._advance(optimizer, inputs.applied, is_last)
             done = _Stage(optimizer, participant.ranks, finite=None)
             writes.append((self._stages, id(optimizer), done))
@@ -449,24 +470,12 @@ class GradScaler:
 
     def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
         """Warn about gradients that may have underflowed, and updates that are lost."""
-        if self._mode is None and self._expects_scaling:
-            self._backward.warn_once("other gradients")
-        for leaf in leaves if participant.masters is None else ():
-            if leaf.parameter.dtype in HALF:
-                self._backward.warn_once("no master weights")
-                break
-
-    def _refuse_if_shared(self) -> None:
-        """Raise if more than one optimizer steps with this scaler."""
-        if self._enabled and len(self._users) > 1:
-            gc.collect()  # one of them may be garbage in a reference cycle
-        if self._enabled and len(self._users) > 1:
-            raise RuntimeError(
-                f"{len(self._users)} optimizers share this scaler, and update() of one "
-                "would end the iteration of all. Call scaler.step(optimizer, model, "
-                "grads) for each of them, then scaler.update() once. If only this one "
-                "still trains, create it with a GradScaler of its own."
-            )
+        dtypes = {leaf.parameter.dtype for leaf in leaves}
+        is_scaled = self._mode is not None or not self._expects_scaling
+        if mx.float16 in dtypes and not (is_scaled and participant.scales_loss):
+            self._backward.warn_once("unscaled float16")
+        if participant.masters is None and not dtypes.isdisjoint(HALF):
+            self._backward.warn_once("no master weights")
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Update the scale according to the steps since the last update.
@@ -482,10 +491,11 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._state["scale"] = rule.clamp(self._state, new_scale)
-            self._state["skips_since_update"] = mx.array(0)
+            scale = rule.clamp(self._state, new_scale)
             if not isinstance(new_scale, mx.array):
-                read(self._state["scale"])  # MLX cannot evaluate it in another thread
+                read(scale)  # MLX cannot evaluate it in another thread
+            changed = {"scale": scale, "skips_since_update": mx.array(0)}
+            commit((self._state, name, x) for name, x in changed.items())
             self._end_iteration()
             return
         if not self._stages:
@@ -520,6 +530,9 @@ class GradScaler:
                 if stage.finite is not None and stage.optimizer is not optimizer:
                     unstepped.append(stage.ranks.agree(stage.finite))
         changed = _advanced(self._state, applied, unstepped)
+        used, latest, stepped = self._noted
+        if optimizer is not None and is_last and latest is self._state["scale"]:
+            self._noted = _Noted(used, changed["scale"], stepped | {id(optimizer)})
         return [(self._state, name, value) for name, value in changed.items()]
 
     def get_scale(self) -> float:
@@ -576,6 +589,12 @@ class GradScaler:
         """Whether the last step was applied, as a lazy 0-d array."""
         return self._state["last_step_applied"]
 
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        values = (f"{k}={read(self._state[k])}" for k in ("scale", "skipped_steps"))
+        return f"GradScaler({', '.join(values)})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, in PyTorch's format.
 
@@ -616,7 +635,7 @@ class GradScaler:
                 "A GradScaler can only be copied or pickled between iterations. Call "
                 f"update() first. {START_AFRESH}"
             )
-        left_out = ("_backward", "_stages", "_skip_watch", "_users")
+        left_out = ("_backward", "_stages", "_skip_watch", "_noted")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
         return kept | {"_state": rule.read(self._state)}
 

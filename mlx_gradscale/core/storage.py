@@ -69,6 +69,8 @@ class Storage(NamedTuple):
 
     # The names of the arrays that store a master weight.
     names: tuple[str, ...]
+    # The dtypes of arrays that only this kind stores, apart from those of 32 bits.
+    dtypes: tuple[mx.Dtype, ...]
     # (master, weight) -> the arrays that store a master weight.
     split: Callable[[mx.array, mx.array], Stored]
     # (weight, stored) -> the master weight; the weight's own value if none is stored.
@@ -207,6 +209,7 @@ def encode_bfloat16(
 STORAGES = {
     32: Storage(
         ("masters", "written"),
+        dtypes=(),
         split=split_float32,
         join=join_float32,
         select=select_float32,
@@ -217,6 +220,7 @@ STORAGES = {
     ),
     16: Storage(
         ("remainders",),
+        dtypes=(mx.int16, mx.bfloat16),
         split=split_remainder,
         join=join_stored_remainder,
         select=select_remainder,
@@ -228,15 +232,31 @@ STORAGES = {
 }
 
 
+def bits_of(state: Mapping[str, mx.array]) -> int:
+    """Return the ``state_bits`` of a state, whose arrays are given by path.
+
+    In 32 bits if nothing in it tells: then all of its arrays are the same in both.
+    """
+    for bits, storage in sorted(STORAGES.items()):
+        for path, x in state.items():
+            name = path.split(".")[0]
+            if name in ("optimizer", *storage.names) and x.dtype in storage.dtypes:
+                return bits
+    return 32
+
+
 class Masters:
     """The master weights of one optimizer, by parameter path."""
 
-    def __init__(self, storage: Storage):
-        self.storage = storage
+    def __init__(self, state_bits: int):
+        self.state_bits = state_bits
         # Steps write to these dicts in place, because mx.compile has captured them.
-        self.state: dict[str, dict[str, mx.array]] = {
-            name: {} for name in storage.names
-        }
+        self.state: dict[str, Stored] = {name: {} for name in self.storage.names}
+
+    @property
+    def storage(self) -> Storage:
+        """How the master weights, and the moments of their optimizer, are stored."""
+        return STORAGES[self.state_bits]
 
     def has(self, path: str) -> bool:
         """Return whether the parameter at this path has a master weight."""

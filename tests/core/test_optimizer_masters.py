@@ -193,19 +193,6 @@ def test_master_weights_that_do_not_round_to_the_weight_are_refused(state_bits):
     assert bits(optimizer.state) == before
 
 
-@each_kind
-def test_state_with_the_other_kind_of_master_weights_is_refused(state_bits):
-    training, loading = (
-        Training(optim.SGD(0.1), compiled=False, state_bits=bits)
-        for bits in (state_bits, 48 - state_bits)
-    )
-    training.run(range(2))
-    before = loading.everything()
-    with pytest.raises(ValueError, match=r"state_bits="):
-        loading.optimizer.state = training.optimizer.state
-    assert loading.everything() == before
-
-
 @pytest.mark.parametrize("wrong", ["float16", None, True, 8, 64, [16]])
 def test_state_bits_must_be_32_or_16(wrong):
     with pytest.raises(ValueError, match=r"state_bits must be 32 or 16, got"):

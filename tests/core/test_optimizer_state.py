@@ -73,7 +73,7 @@ def test_saved_state_resumes_bit_identically(tmp_path, form, when, compiled):
 def test_state_of_every_kind_of_optimizer_can_be_restored_in_an_eager_loop(
     tmp_path, name, form
 ):
-    weights = {"layers": [{"weight": mx.ones((4, 6), mx.float16)}], "b": mx.ones(3)}
+    weights = {"layers": [{"weight": mx.ones((4, 6), mx.bfloat16)}], "b": mx.ones(3)}
 
     def resume(optimizer, weights, seeds):
         for seed in seeds:
@@ -179,17 +179,6 @@ BIAS = "layers.0.bias"
         (f"masters.{BIAS}", None, f"no array 'masters.{BIAS}'"),
         ("masters.x", mx.ones(1), "same model"),
         (f"masters.{BIAS}", mx.ones(3), "with shape"),
-        (
-            f"masters.{BIAS}",
-            mx.full((16,), mx.nan),
-            f"non-finite .*'masters.{BIAS}'",
-        ),
-        (
-            f"optimizer.{BIAS}.v",
-            mx.full((16,), INF),
-            f"non-finite .*{BIAS}.v'",
-        ),
-        ("scaler.scale", mx.array(0.0), "scale must be between"),
         ("scaler.scale", None, "scaler.scale"),
         ("scaler.scale", mx.ones(1), "scaler.scale"),
         ("optimizer.step", "three", "optimizer.step"),
@@ -237,17 +226,6 @@ def test_state_of_another_model_that_was_set_before_init_is_refused_by_init():
         optimizer.init({"w": mx.ones(2, mx.float16)})
 
 
-@pytest.mark.parametrize("when", ["before init", "after init"])
-@pytest.mark.parametrize("shape", [None, (3,)], ids=["missing", "other shape"])
-def test_plain_state_of_another_model_is_refused(when, shape):
-    weights, plain = {"w": mx.ones(2), "x": mx.ones(2)}, optim.Adam(0.1)
-    other = {"w": mx.ones(2)} | ({} if shape is None else {"x": mx.ones(shape)})
-    plain.apply_gradients(other, other)
-    optimizer = MasterWeightOptimizer(optim.Adam(0.1))
-    with pytest.raises(ValueError, match=r"'optimizer\.x\.m'.*same model"):
-        load_around_init(optimizer, plain.state, weights, when)
-
-
 def test_wrapper_with_a_disabled_scaler_loads_no_state_of_a_scaler():
     weights, scaler = {"w": mx.ones(1)}, GradScaler(enabled=False)
     saved = wrapped(optim.SGD(0.1))
@@ -275,18 +253,6 @@ def test_state_that_was_loaded_before_init_is_replaced_by_the_next():
 def test_state_that_is_not_a_dict_is_refused(state):
     with pytest.raises(TypeError, match="must be a dict, got"):
         wrapped().state = state
-
-
-@pytest.mark.parametrize("when", ["before init", "after init"])
-@pytest.mark.parametrize("others", [(), ("grad_norm",), ("masters", "written")])
-def test_state_without_the_wrapped_optimizer_is_refused(when, others):
-    training = Training(compiled=False, init=when == "after init")
-    optimizer = training.optimizer
-    state = {name: optimizer.state[name] for name in ("scaler", *others)}
-    before = bits(optimizer.state)
-    with pytest.raises(ValueError, match=r"no arrays in 'optimizer'.*same model"):
-        optimizer.state = tree_map(mx.array, state)
-    assert bits(optimizer.state) == before
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
@@ -341,7 +307,7 @@ def test_state_of_another_number_of_optimizers_is_refused():
 @pytest.mark.parametrize(
     ("kind", "compiled"), [("wrapper", False), ("wrapper", True), ("scaler", False)]
 )
-def test_plain_state_with_its_keys_in_another_order_resumes_exactly(kind, compiled):
+def test_state_with_its_keys_in_another_order_resumes_exactly(kind, compiled):
     def train(is_reordered):
         mx.random.seed(0)
         model, inner, scaler = Mlp(), optim.Adam(0.1), GradScaler(8.0)
@@ -357,7 +323,10 @@ def test_plain_state_with_its_keys_in_another_order_resumes_exactly(kind, compil
                     {k: dict(reversed(x.items())) for k, x in layer.items()}
                     for layer in inner.state["layers"]
                 ]
-                optimizer.state = {**inner.state, "layers": layers}
+                changed = {**inner.state, "layers": layers}
+                if kind == "wrapper":
+                    changed = {**optimizer.state, "optimizer": changed}
+                optimizer.state = changed
             step(*batch(i))
         return bits(model.parameters())
 
@@ -374,12 +343,85 @@ def test_state_of_an_earlier_version_without_a_setting_takes_its_default():
     assert other.scaler.state["min_scale"].item() == 2.0**-64
 
 
-def test_plain_state_must_belong_to_the_same_optimizer():
-    optimizer, weights = MasterWeightOptimizer(optim.Adam(0.1)), {"w": mx.ones(2)}
-    plain = optim.Adam(0.2)
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize(
+    ("when", "compiled"),
+    [("before init", False), ("after init", False), ("after init", True)],
+)
+def test_state_of_16_bits_loads_decoded_into_32_bits(dtype, when, compiled):
+    saved = Training(dtype=dtype, compiled=False, state_bits=16)
+    saved.run(range(3))
+    masters = saved.optimizer.masters(saved.model.parameters())
+    moments = tree_map(
+        lambda x: x.astype(mx.float32) if x.ndim else x,
+        saved.optimizer.state["optimizer"],
+    )
+    again = Training(dtype=dtype, compiled=compiled, init=when == "after init")
+    if compiled:
+        again.run(range(2))
+    again.model.update(saved.model.parameters())
+    again.optimizer.state = dict(tree_flatten(saved.optimizer.state))
+    again.run([3], bad=(3,))  # a skipped step, which decodes only
+    found = again.optimizer.masters(again.model.parameters())
+    assert bits(found) == bits(masters)
+    assert bits(again.optimizer.state["optimizer"]) == bits(moments)
+    assert "remainders" not in dict(again.optimizer.state)
+    again.run(range(4, 6))
+    assert again.optimizer.step.item() == 5
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("when", ["before init", "after init"])
+def test_state_of_32_bits_is_refused_by_16_bits_and_changes_nothing(dtype, when):
+    saved = Training(dtype=dtype, compiled=False)
+    saved.run(range(2))
+    again = Training(
+        dtype=dtype, compiled=False, init=when == "after init", state_bits=16
+    )
+    before = again.everything()
+    with pytest.raises(ValueError, match=r"state_bits=32, but .* state_bits=16"):
+        load_around_init(
+            again.optimizer,
+            saved.optimizer.state,
+            again.model.trainable_parameters(),
+            when,
+        )
+    assert when == "before init" or again.everything() == before
+
+
+@pytest.mark.compiles
+def test_state_may_be_passed_through_a_pure_compiled_function():
+    """As in MLX's own tests of its optimizers."""
+    weights = {"w": mx.ones(4, mx.float16)}
+    gradients = [gradients_like(weights, seed) for seed in range(4)]
+    gradients[2]["w"][0] = INF
+    first, second = (wrapped(optim.Adam(0.1)) for _ in range(2))
+    for optimizer in (first, second):
+        optimizer.init(weights)
+
+    @mx.compile
+    def pure(grads, parameters, state):
+        first.state = state
+        parameters = first.apply_gradients(grads, parameters)
+        return parameters, first.state
+
+    state, parameters, expected = tree_map(mx.array, first.state), weights, weights
+    for grads in gradients:
+        parameters, state = pure(grads, parameters, state)
+        expected = second.apply_gradients(grads, expected)
+    assert bits(parameters) == bits(expected)
+    assert bits(state) == bits(second.state)
+    assert state["scaler"]["skipped_steps"].item() == 1
+
+
+def test_plain_state_goes_to_the_inner_optimizer_and_becomes_float32():
+    plain, weights = optim.Adam(0.1), {"w": mx.ones(2, mx.float16)}
     plain.apply_gradients(weights, weights)
-    optimizer.apply_gradients(weights, weights)
-    with pytest.raises(ValueError, match=r"no array 'optimizer\.w\.m'"):
-        optimizer.state = {k: plain.state[k] for k in ("step", "learning_rate")}
-    optimizer.state = plain.state
-    assert bits(optimizer.optimizer.state) == bits(plain.state)
+    optimizer = wrapped(optim.Adam(0.1))
+    with pytest.raises(ValueError, match=r"no array 'scaler\.scale'"):
+        optimizer.state = plain.state
+    optimizer.optimizer.state = plain.state
+    optimizer.init(weights)
+    assert optimizer.step.item() == 1
+    assert optimizer.state["optimizer"]["w"]["m"].dtype == mx.float32

@@ -11,7 +11,7 @@ from support.helpers import Mlp, batch, each_mode, mse
 from support.optimizer_helpers import assert_near
 from support.scaler_helpers import apply, every_warning, used
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 
 def test_scaling_a_loss_function_twice_is_refused():
@@ -83,9 +83,7 @@ def test_scaler_calls_out_of_order_are_refused(calls, message):
 
 @each_mode
 @pytest.mark.parametrize("kind", ["scaler", "wrapper"])
-def test_gradients_of_plain_value_and_grad_are_treated_as_unscaled_with_one_warning(
-    kind, compiled
-):
+def test_gradients_of_plain_value_and_grad_are_treated_as_unscaled(kind, compiled):
     mx.random.seed(4)
     model, other, inner = Mlp(), Mlp(), optim.SGD(0.1)
     other.update(model.parameters())
@@ -101,12 +99,42 @@ def test_gradients_of_plain_value_and_grad_are_treated_as_unscaled_with_one_warn
 
     step = mx.compile(step, inputs=state, outputs=state) if compiled else step
     bare, expected = optim.SGD(0.1), nn.value_and_grad(other, mse(other))
-    with every_warning() as caught:
-        for seed in range(3):
-            step(*batch(seed))
-            bare.update(other, expected(*batch(seed))[1])
-    assert ["do not come from this scaler" in str(w.message) for w in caught] == [True]
+    for seed in range(3):
+        step(*batch(seed))
+        bare.update(other, expected(*batch(seed))[1])
     assert_near(model.parameters(), other.parameters())
+
+
+def loss_scaled(scaler):
+    return LossScaleOptimizer(optim.SGD(0.1), scaler)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "is_scaled", "n_warnings"),
+    [
+        (mx.float16, lambda: loss_scaled(GradScaler()), False, 1),
+        (mx.float16, lambda: loss_scaled(GradScaler()), True, 0),
+        (mx.float16, lambda: MasterWeightOptimizer(optim.SGD(0.1)), False, 1),
+        (mx.float16, lambda: MasterWeightOptimizer(optim.SGD(0.1)), True, 1),
+        (mx.bfloat16, lambda: MasterWeightOptimizer(optim.SGD(0.1)), False, 0),
+        (mx.float32, lambda: loss_scaled(GradScaler()), False, 0),
+        (mx.float16, lambda: loss_scaled(GradScaler(enabled=False)), False, 0),
+        # The user has fixed the scale at 1.
+        (mx.float16, lambda: loss_scaled(GradScaler(1.0, dynamic=False)), False, 0),
+    ],
+)
+def test_float16_parameters_warn_once_if_no_scale_entered_their_gradients(
+    dtype, make, is_scaled, n_warnings
+):
+    model, optimizer = Mlp(dtype=dtype), make()
+    x, y = batch(dtype=dtype)
+    differentiate = optimizer.value_and_grad if is_scaled else nn.value_and_grad
+    loss_and_grad = differentiate(model, mse(model))
+    with every_warning() as caught:
+        for _ in range(3):
+            optimizer.update(model, loss_and_grad(x, y)[1])
+    found = ["no scale has entered" in str(w.message) for w in caught]
+    assert found == [True] * n_warnings
 
 
 def test_iteration_continues_after_a_refused_step():
@@ -135,22 +163,6 @@ def test_model_passed_as_gradients_is_refused_and_unchanged():
     with pytest.raises(TypeError, match=r"gradients must be a dict.*Linear"):
         LossScaleOptimizer(optimizer).update(model, model)
     assert np.array_equal(np.array(model.weight), before)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_scale_warns_only_if_its_result_is_not_differentiated(inside):
-    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
-    scaled = nn.value_and_grad(model, lambda x, y: scaler.scale(mse(model)(x, y)))
-    plain = nn.value_and_grad(model, mse(model))
-    with every_warning() as caught:
-        for _ in range(2):
-            loss, grads = (scaled if inside else plain)(*batch())
-            if not inside:
-                scaler.scale(loss)
-            scaler.step(optimizer, model, grads)
-            scaler.update()
-    found = ["its result was never differentiated" in str(w.message) for w in caught]
-    assert found == ([] if inside else [True])
 
 
 @pytest.mark.compiles

@@ -1,14 +1,13 @@
 """Several optimizers, wrapped or plain, share one scaler: step each, update once."""
 
-from functools import partial
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from support.helpers import INF, Mlp, batch, bits, mse
+from support.optimizer_helpers import assert_near
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from mlx_gradscale.core.masters import to_float32
 
 
@@ -88,33 +87,6 @@ def test_step_of_a_wrapper_uses_its_master_weights_and_clipping():
     assert weights.w.item() == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:Some parameters are float16")
-@pytest.mark.parametrize("second", [LossScaleOptimizer, plain])
-def test_update_of_a_wrapper_is_refused_while_another_optimizer_shares_its_scaler(
-    second,
-):
-    pair = Pair(False, second)
-    pair.run([()] if second is plain else [])  # a plain one shares it from its step on
-    model, optimizer = pair.models[0], pair.optimizers[0]
-    loss_and_grad = pair.scaler.value_and_grad(model, mse(model))
-    _, gradients = loss_and_grad(*batch(dtype=mx.float16))
-    before = bits([model.parameters(), pair.state])
-    with pytest.raises(RuntimeError, match=r"2 optimizers share.*scaler\.step"):
-        optimizer.update(model, gradients)
-    with pytest.raises(RuntimeError, match="2 optimizers share this scaler"):
-        optimizer.apply_gradients(gradients, model)
-    assert bits([model.parameters(), pair.state]) == before
-
-
-def test_wrapper_may_update_by_itself_once_it_has_the_scaler_alone():
-    pair = Pair(False)
-    model, optimizer = pair.models[0], pair.optimizers[0]
-    gradients = optimizer.value_and_grad(model, mse(model))(*batch(dtype=mx.float16))[1]
-    del pair  # with the other optimizer, in a reference cycle
-    optimizer.update(model, gradients)
-    assert optimizer.step.item() == 1
-
-
 def test_wrappers_of_parts_of_a_model_have_state_only_for_their_parts():
     model, scaler = Mlp(dtype=mx.float16), GradScaler(8.0)
     pair = [LossScaleOptimizer(optim.Adam(1e-3), scaler) for _ in range(2)]
@@ -130,17 +102,6 @@ def test_wrappers_of_parts_of_a_model_have_state_only_for_their_parts():
         assert optimizer.step.item() == 1
 
 
-def test_optimizer_inside_a_wrapper_is_refused_in_its_place():
-    scaler, inner, weights = GradScaler(8.0), optim.SGD(0.1), {"w": mx.ones(1)}
-    wrapper = LossScaleOptimizer(inner, scaler)
-    for call in (scaler.unscale_, partial(scaler.apply_gradients, parameters=weights)):
-        with pytest.raises(ValueError, match="Pass the LossScaleOptimizer instead"):
-            call(inner, weights)
-    del wrapper
-    scaler.scale(mx.array(1.0))
-    scaler.apply_gradients(inner, weights, weights)
-
-
 def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
     scaler, weights = GradScaler(enabled=False), {"w": mx.ones(1, mx.float16)}
     pair = [LossScaleOptimizer(optim.SGD(1e-4), scaler) for _ in range(2)]
@@ -148,3 +109,69 @@ def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
         for _ in range(2):
             optimizer.apply_gradients(weights, weights)
         assert optimizer.masters(weights)["w"].item() == pytest.approx(1 - 2e-4)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_wrappers_that_both_update_count_two_iterations_with_right_gradients(
+    compiled,
+):
+    def train(is_shared):
+        scalers = [GradScaler(2.0**10, growth_interval=1)]
+        scalers += scalers if is_shared else [GradScaler(2.0**10, dynamic=False)]
+        models, optimizers, parts = [], [], []
+        for scaler in scalers:
+            mx.random.seed(5)
+            model = Mlp(dtype=mx.float16)
+            loss = lambda x, y, s=scaler, m=model: s.scale(mse(m)(x, y))  # noqa: E731
+            optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler)
+            optimizer.init(model.trainable_parameters())
+            models.append(model)
+            optimizers.append(optimizer)
+            parts.append((model, optimizer, nn.value_and_grad(model, loss)))
+
+        def step(x, y):
+            # Both losses are scaled before the first update changes the scale.
+            gradients = [gradient(x, y)[1] for _, _, gradient in parts]
+            for (model, optimizer, _), grads in zip(parts, gradients, strict=True):
+                optimizer.update(model, grads)
+
+        state = [[x.state for x in (*models, *optimizers)], scalers[0].state]
+        step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+        for seed in range(3):
+            step(*batch(seed, dtype=mx.float16))
+        return [model.parameters() for model in models], scalers[0].get_scale()
+
+    (shared, scale), (apart, _) = train(True), train(False)
+    assert_near(shared, apart, rtol=1e-2, atol=1e-2)
+    assert scale == 2.0**16
+
+
+def test_gradients_scaled_outside_of_a_compiled_step_follow_its_scale():
+    model = nn.Module()
+    model.w = mx.array([0.0])
+    scaler, optimizer = GradScaler(8.0, growth_interval=1), optim.SGD(1.0)
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, scaler.state]
+    step = mx.compile(
+        lambda g: scaler.minimize(optimizer, model, {"w": g}),
+        inputs=state,
+        outputs=state,
+    )
+    for i in range(4):
+        step(scaler.scale(mx.ones(1)))
+        assert model.w.item() == -1.0 - i
+
+
+def test_repr_shows_the_scale_and_the_settings_that_are_not_defaults():
+    scaler = GradScaler(8.0)
+    assert repr(scaler) == "GradScaler(scale=8.0, skipped_steps=0)"
+    assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+    optimizer = MasterWeightOptimizer(optim.Lion(0.1))
+    assert repr(optimizer) == "MasterWeightOptimizer(Lion)"
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(0.1), scaler, max_grad_norm=1.0, state_bits=16
+    )
+    assert repr(optimizer) == (
+        f"LossScaleOptimizer(AdamW, {scaler!r}, max_grad_norm=1.0, state_bits=16)"
+    )

@@ -267,7 +267,7 @@ def test_master_weights_are_float32_even_if_the_optimizer_returns_float16():
         def apply_single(self, gradient, parameter, state):
             return (parameter - gradient).astype(mx.float16)
 
-    optimizer, weights = MasterWeightOptimizer(Narrow()), {"w": mx.ones(2, mx.float16)}
+    optimizer, weights = MasterWeightOptimizer(Narrow()), {"w": mx.ones(2, mx.bfloat16)}
     optimizer.apply_gradients(weights, weights)
     assert optimizer.state["masters"]["w"].dtype == mx.float32
 
@@ -322,8 +322,7 @@ def test_state_of_a_third_party_optimizer_may_contain_inf():
 
 
 @pytest.mark.parametrize("when", ["before init", "after init"])
-@pytest.mark.parametrize("is_plain", [False, True], ids=["wrapped", "plain state"])
-def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, when):
+def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(when):
     # A list in a flattened state ends at its last array.
     weights = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
     gradients = {"layers": [{}, mx.array([0.5, -1.0]), {}]}
@@ -334,10 +333,7 @@ def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, whe
         optimizer.apply_gradients(gradients, weights)
     if when == "after init":
         other.init(trained)
-    saved = optimizer.optimizer.state if is_plain else optimizer.state
-    other.state = tree_unflatten(tree_flatten(saved))
-    if is_plain and when == "before init":
-        other.init(trained)
+    other.state = tree_unflatten(tree_flatten(optimizer.state))
     found = [each.apply_gradients(gradients, weights) for each in (optimizer, other)]
     assert same(*found)
     assert repr(other.optimizer.state) == repr(optimizer.optimizer.state)

@@ -55,6 +55,7 @@ def test_float32_parameters_computed_in_float16_end_near_float32(expected):
     assert found == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:Some parameters are float16, but no scale")
 def test_master_weights_without_loss_scaling_lose_small_gradients(expected):
     found = train(mx.float16, MasterWeightOptimizer(optim.AdamW(3e-3, eps=1e-12)), 1e-6)
     assert found > 2 * expected

@@ -346,15 +346,3 @@ def test_second_derivatives_through_scale_loss_are_correct(first, second):
         given = mx.array([2.0]), mx.array([5.0])
         found.append(mx.grad(total, argnums=second)(*given).item())
     assert found[0] == found[1]
-
-
-def test_batchnorm_with_float16_statistics_warns_and_names_the_layers():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.BatchNorm(8))
-    model.set_dtype(mx.float16)
-    model.options = {"track_running_var": True}
-    loss_fn = lambda x: model(x).astype(mx.float32).sum()  # noqa: E731
-    loss_and_grad = GradScaler().value_and_grad(model, loss_fn)
-    with pytest.warns(
-        UserWarning, match=r"float32_layers\(model, \['layers\.1', 'layers\.2'\]\)"
-    ):
-        loss_and_grad(mx.ones((4, 8), mx.float16))
