@@ -9,11 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..core.masters import HALF, half_bits, join
+from ..core.masters import HALF, half_bits
 from ..core.optimizers import single_optimizers
 from ..core.ranks import Group
 from ..core.scale import SETTINGS
 from ..core.scaler import GradScaler
+from ..core.state import adapt_bits
 from ..core.trees import commit, flatten, is_floating, restore, slots, snapshot
 from ..distributed import raise_together
 from ..files.text import dtype_name, list_some, shorten
@@ -27,6 +28,7 @@ from .save import (
     find_scaler,
     fingerprint,
     optimizer_places,
+    select_saved,
 )
 
 
@@ -130,13 +132,14 @@ def _restore_optimizer(
     saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 ) -> None:
     state, weights = dict(saved.optimizer), dict(flatten(model.parameters()))
-    is_wrapper = isinstance(optimizer, Wrapper)
     if state.keys() - optimizer_places(optimizer).keys():
         optimizer.init(model.trainable_parameters())  # keeps existing state
     places = optimizer_places(optimizer)
-    if is_wrapper:
-        own = {path: box[key] for path, (box, key) in places.items()}
-        _decode(state, own, weights)
+    if isinstance(optimizer, Wrapper):
+        held = {path: box[key] for path, (box, key) in places.items()}
+        own = {path: x for path, x in held.items() if isinstance(x, mx.array)}
+        inner, bits = optimizer.optimizer, optimizer._state_bits
+        state = select_saved(adapt_bits(state, own, inner, bits, weights) or {})
     # Some optimizers add values to the state of a parameter in a step.
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     endings = tuple(f".{name}" for name in weights)
@@ -146,22 +149,11 @@ def _restore_optimizer(
             places[path] = containers[parent], key
     # The first steps of an MLX optimizer may change the dtypes of its state.
     _replace("the optimizer", places, state, free=places)
+    is_wrapper = isinstance(optimizer, Wrapper)
     written = optimizer.state.get("written", {}) if is_wrapper else {}
     for name in written.keys() & weights.keys():
         if weights[name].dtype in HALF:
             written[name] = half_bits(weights[name])
-
-
-def _decode(
-    state: dict[str, Any], own: Mapping[str, Any], weights: Mapping[str, mx.array]
-) -> None:
-    """Decode saved master weights and moments of 16 bits."""
-    for path, x in own.items():
-        part, _, name = path.partition(".")
-        if part == "masters" and f"remainders.{name}" in state:
-            state[path] = join(weights[name], state.pop(f"remainders.{name}")).master
-        elif part == "optimizer" and isinstance(state.get(path), mx.array):
-            state[path] = state[path].astype(x.dtype)
 
 
 def _replace(
@@ -221,8 +213,7 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     for old, new in zip(saved, own, strict=True):
         for name, value in new["values"].items():
             before = old["values"].get(name, value)
-            is_decoded = name == "state_bits" and value == 32
-            if before != value and not is_decoded:
+            if before != value and name != "state_bits":  # see adapt_bits()
                 raise ValueError(
                     f"the saved {new['class']} had {name}={shorten(before)}, but this "
                     f"one has {name}={value}. Create the optimizer as in the saved "

@@ -222,8 +222,13 @@ def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
         elif isinstance(value, STATE):
             places[name] = container, key
     if isinstance(optimizer, Wrapper):
-        return {k: place for k, place in places.items() if not k.startswith(_UNSAVED)}
+        return select_saved(places)
     return places
+
+
+def select_saved(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a wrapper's state, by path, that checkpoints contain."""
+    return {k: x for k, x in values.items() if not k.startswith(_UNSAVED)}
 
 
 def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
