@@ -43,6 +43,7 @@ def load(file: File) -> Any:
     Example:
 
         >>> import io
+        >>> import mlx.core as mx
         >>> from mlx_gradscale import torch_checkpoint
         >>> file = io.BytesIO()
         >>> torch_checkpoint.save(file, {"weight": mx.ones((2, 2)), "epoch": 3})
@@ -81,6 +82,7 @@ def shapes(file: File) -> Any:
     Example:
 
         >>> import io
+        >>> import mlx.core as mx
         >>> from mlx_gradscale import torch_checkpoint
         >>> file = io.BytesIO()
         >>> torch_checkpoint.save(file, {"weight": mx.ones((2, 2)), "epoch": 3})
