@@ -72,14 +72,12 @@ TOP_PAGES = {
 
 # The groups of the sidebar. They are not in index.md, where GitHub would show them.
 SIDEBAR = {
-    "Getting started": "getting_started coming_from examples troubleshooting",
-    "Guides": "bfloat16 mlx_lm trainers compiled_steps gradient_accumulation "
-    "several_optimizers skipped_steps float32_layers checkpoints pytorch_runs "
-    "distributed ema diagnostics",
+    "Getting started": "getting_started bfloat16 coming_from troubleshooting",
+    "Guides": "mlx_lm trainers own_loop checkpoints pytorch_runs distributed "
+    "skipped_steps float32_layers diagnostics performance",
     "API": "api/index api/gradscaler api/loss_scale_optimizer api/functions "
     "api/diagnostics api/plot api/distributed api/ema api/float32_layers api/convert "
     "api/torch_checkpoint",
-    "Performance": "performance",
     "Project": "changelog security contributing architecture",
 }
 
@@ -93,15 +91,6 @@ DEFAULTS = {
 }
 
 _PICTURE = re.compile("<img[^>]*>")
-# Example -> the anchor of its section on the examples page.
-EXAMPLES = {
-    name: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-    for title, name in re.findall(
-        r"^## (.*)\n\n\[examples/(\w+\.py)\]",
-        (DOCS / "examples.md").read_text(),
-        re.MULTILINE,
-    )
-}
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)")
 
 
@@ -126,10 +115,7 @@ def _replace_links(text: str, folder: Path, page: Path) -> str:
         file = (folder / name).resolve()
         if not name or "://" in name or not file.exists():
             return found[0]
-        if file.parent == ROOT / "examples" or file == ROOT / "examples":
-            hash_, anchor = "#" * (file.name in EXAMPLES), EXAMPLES.get(file.name, "")
-            file = DOCS / "examples.md"
-        elif file in TOP_PAGES.values():
+        if file in TOP_PAGES.values():
             pages = {path: name for name, path in TOP_PAGES.items()}
             file = DOCS / f"{pages[file]}.md"
         elif DOCS not in file.parents:
