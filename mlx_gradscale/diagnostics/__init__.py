@@ -9,12 +9,14 @@ from .compute_dtypes import DtypeReport, LayerDtypes, compute_dtypes
 from .explain import OverflowReport, explain_overflow
 from .histogram import GradientHistogram, Shares, gradient_histogram
 from .history import ScaleHistory, ScaleRecord
+from .lost_updates import LostUpdates, lost_updates
 
 __all__ = [
     "DtypeReport",
     "GradientHistogram",
     "LayerDtypes",
     "LossScaleCallback",
+    "LostUpdates",
     "OverflowReport",
     "ScaleHistory",
     "ScaleRecord",
@@ -23,4 +25,5 @@ __all__ = [
     "compute_dtypes",
     "explain_overflow",
     "gradient_histogram",
+    "lost_updates",
 ]

