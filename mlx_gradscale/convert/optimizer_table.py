@@ -13,7 +13,7 @@ from typing import Any
 import mlx.optimizers as optim
 
 from ..files.text import list_some
-from .files import ConvertError, number
+from .files import CONTAINERS, ConvertError, number
 
 Settings = Mapping[str, Any]
 
@@ -182,6 +182,8 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bo
 def plain_setting(value: Any) -> Any:
     """Convert the arrays in a setting to Python numbers, and tuples to lists."""
     if isinstance(value, (list, tuple)):
+        if any(isinstance(item, CONTAINERS) for item in value):
+            raise TypeError("a setting is nested")  # and may be endless to print
         return [number(item) for item in value]
     return number(value)
 

@@ -12,9 +12,9 @@ and devices are refused.
 
 Not supported: DTensors, TorchScript archives, ``torch.distributed.checkpoint`` folders
 (the error shows PyTorch's command to convert them to a file), big-endian files, files
-from before PyTorch 0.4, containers that contain themselves or are nested over 128
-deep, and dict keys other than plain values and flat tuples of them. ``load`` does not
-support dtypes that MLX lacks; ``shapes`` does.
+from before PyTorch 0.4, values that are nested some hundred levels deep, and dict keys
+other than plain values and flat tuples of them. ``load`` does not support dtypes that
+MLX lacks; ``shapes`` does.
 
 The package imports only MLX, NumPy and the standard library, so a copy of its folder
 works in another project.

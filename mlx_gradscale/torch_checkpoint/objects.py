@@ -26,19 +26,24 @@ class CheckpointError(ValueError):
     """
 
 
-def check(condition: object, problem: str) -> None:
+def check(
+    condition: object,
+    problem: str,
+    advice: str = "Copy the file, or save it in PyTorch, again.",
+) -> None:
     """Raise a ``CheckpointError`` unless the condition holds."""
     if not condition:
-        raise CheckpointError(problem)
+        raise CheckpointError(f"{problem}. {advice}")
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False)
 class Placeholder:
     """A class, function or object in a file, stored as data and never executed.
 
     Attributes:
         module (str): The module of the class or function.
         name (str): Its name in the module.
+        path (str): The qualified name, such as ``torch.float16``.
         args (tuple or None): The arguments of the call; None for a bare name.
         callee (Placeholder or None): The class or function called, or None.
         opcode (bytes): The pickle instruction that makes the call.
@@ -58,14 +63,12 @@ class Placeholder:
     opcode: bytes = b"c"
     edits: list[tuple[bytes, list[Any]]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.path = f"{_RENAMED.get(self.module, self.module)}.{self.name}"
+
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return a placeholder for the object made by calling this one."""
         return Placeholder(self.module, self.name, args, self, opcode)
-
-    @property
-    def path(self) -> str:
-        """The qualified name, such as ``torch.float16``."""
-        return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
 
     @property
     def state(self) -> Any:
@@ -74,19 +77,14 @@ class Placeholder:
         opcode, values = self.edits[-1] if self.edits else (b"", [])
         return values[0] if opcode == b"b" else None
 
-    @property
-    def is_name(self) -> bool:
-        """Whether this is a class or function, not an object."""
-        return self.args is None
-
     def __str__(self) -> str:
-        if self.args is None:
-            return self.path[:_MAX_TEXT]
-        state = self.state if type(self.state) is dict else {}
-        shown = [_show(item) for item in self.args[:_MAX_ITEMS]]
-        for key, item in islice(state.items(), _MAX_ITEMS):
-            shown += [f"{key[:40]}={_show(item)}"] if type(key) is str else []
-        text = f"{self.path[:_MAX_TEXT]}({', '.join(shown)})"
+        text = self.path
+        if self.args is not None:
+            state = self.state if type(self.state) is dict else {}
+            shown = [_show(item) for item in self.args[:_MAX_ITEMS]]
+            for key, item in islice(state.items(), _MAX_ITEMS):
+                shown.append(f"{_show(key).strip(chr(39))}={_show(item)}")
+            text = f"{text[:_MAX_TEXT]}({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .objects import CheckpointError, check
 from .tensors import MLX_DTYPES, Source, Storage, Tensor, read_all
-from .tree import check_tree, replace_tensors
+from .tree import replace_tensors, show_path
 from .unpickler import MAX_PICKLE, Unpickler
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -59,12 +59,11 @@ def load(file: File) -> Any:
 
 def _check_dtype(path: tuple[Any, ...], tensor: Tensor) -> None:
     """Raise an error with the path of a tensor whose dtype MLX does not have."""
-    place = "".join(f"[{key!a:.80}]" for key in path[:20])
     check(
         tensor.dtype in MLX_DTYPES,
-        f"obj{place} has the dtype {f'torch.{tensor.dtype}'!a}, which MLX does not "
-        "have. Convert the tensor in PyTorch and save again, or read the rest of the "
-        "file with shapes().",
+        f"{show_path(path)} has the dtype {f'torch.{tensor.dtype}'!a}, which MLX lacks",
+        "Convert the tensor in PyTorch and save again, or read the rest of the file "
+        "with shapes().",
     )
 
 
@@ -97,20 +96,18 @@ def _read(file: File) -> tuple[Any, list[Tensor]]:
     source = Source(file)
     is_zip = source.read(0, 4) == b"PK\x03\x04"
     is_known = is_zip or source.read(0, 1) == b"\x80"
-    check(is_known, "This is not a file that torch.save() wrote. Check the path.")
+    check(is_known, "This is not a file that torch.save() wrote", "Check the path.")
     tree, unpickler = (_read_zip if is_zip else _read_legacy)(source)
-    check_tree(tree)
     tensors = [*unpickler.tensors.values()]
     stored = sum([storage.nbytes for storage in unpickler.storages.values()])
-    check(stored <= source.size, "The file is damaged: its records overlap.")
+    check(stored <= source.size, "The file is damaged: its records overlap")
     # Views may repeat elements, and a storage is read once for each dtype.
     read = {(x.storage, x.dtype): x.storage.nbytes for x in tensors}
     nbytes = max(sum(read.values()), sum([x.nbytes for x in tensors]))
     check(
         nbytes <= _MAX_FACTOR * source.size + 2**20,
-        f"the tensors have {nbytes:,} bytes, which is more than {_MAX_FACTOR} times "
-        "the size of the file. Call .contiguous() on expanded tensors in PyTorch and "
-        "save again.",
+        f"the tensors have {nbytes:,} bytes, more than {_MAX_FACTOR} times the file",
+        "Call .contiguous() on expanded tensors in PyTorch and save again.",
     )
     return tree, tensors
 
@@ -121,83 +118,74 @@ def _read_zip(source: Source) -> tuple[Any, Unpickler]:
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
         folder + "constants.pkl" not in entries,
-        "This is a TorchScript archive (torch.jit.save), which holds code. Save the "
-        "state_dict() of the model with torch.save() instead.",
+        "This is a TorchScript archive (torch.jit.save), which holds code",
+        "Save the state_dict() of the model with torch.save() instead.",
     )
 
     def find(name: str) -> Storage:
-        if folder + name not in entries:
-            problem = f"The file has no record {name[:80]!a}. Copy or save it again."
-            raise CheckpointError(problem)
+        check(folder + name in entries, f"The file has no record {name[:80]!a}")
         return _find_record(source, entries[folder + name])
 
     def read(name: str) -> bytes:
         record = find(name)
         check(
             record.nbytes <= MAX_PICKLE,
-            f"The pickle has more than {MAX_PICKLE:,} bytes. Save large values as "
-            "tensors.",
+            f"The pickle has more than {MAX_PICKLE:,} bytes",
+            "Save large values as tensors.",
         )
         return b"".join(record.pieces())
 
     check(
         folder + "byteorder" not in entries or read("byteorder") == b"little",
-        "The file was written on a big-endian machine. Load it in PyTorch on a "
-        "little-endian machine and save it again.",
+        "The file was written on a big-endian machine",
+        "Load it in PyTorch on a little-endian machine and save it again.",
     )
     stream = io.BytesIO(read("data.pkl"))
     unpickler = Unpickler(stream, lambda key: find(f"data/{key}"))
     value = unpickler.load()
-    problem = "There is data after the end of the pickle. Copy the file again."
-    check(not stream.read(1), problem)
+    check(not stream.read(1), "There is data after the end of the pickle")
     return value, unpickler
 
 
-class _Limited:
+class _Capped(io.BufferedReader):
     """A file for zipfile, which reads the whole directory in one call."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def read(self, size: int = -1) -> Any:
+    def read(self, size: int | None = -1) -> bytes:
         # A longer directory is cut off, which zipfile reports.
-        return self._file.read(
-            min(size, _MAX_DIRECTORY) if size >= 0 else _MAX_DIRECTORY
-        )
+        return super().read(min(-1 if size is None else size, _MAX_DIRECTORY))
 
 
 def _zip_entries(source: Source) -> dict[str, zipfile.ZipInfo]:
+    """Return the entries of a zip file by name."""
     try:
-        with source.open() as file, zipfile.ZipFile(_Limited(file)) as archive:
+        with zipfile.ZipFile(_Capped(source.open())) as archive:
             infos = archive.infolist()
     except Exception as error:  # zipfile raises ten different types
         raise CheckpointError(
             f"The zip directory is damaged or cut off ({error}). Copy the file again."
-        ) from None
+        ) from error
     entries = {info.filename: info for info in infos}
     is_unique = len(entries) == len(infos)
-    check(is_unique, "The file has two records of the same name. Save it again.")
+    check(is_unique, "The zip directory has two records of the same name")
     return entries
 
 
 def _find_record(source: Source, info: zipfile.ZipInfo) -> Storage:
     """Return the location of a zip record; raise if it is compressed or damaged."""
-    is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-    problem, start = "is compressed or encrypted. Load it in PyTorch and save it", 0
-    if is_plain and info.compress_size == info.file_size:
-        problem = "has a damaged header. Copy the file"
-        is_inside = 0 <= info.header_offset <= source.size
-        header = source.read(info.header_offset, 30) if is_inside else b""
-        if len(header) == 30 and header[:4] == b"PK\x03\x04":
-            problem = "is cut off. Copy the file"
-            start = info.header_offset + 30 + sum(_LENGTHS.unpack_from(header, 26))
-            if start + info.file_size <= source.size:
-                return Storage(None, info.file_size, source, start, info.CRC)
     name = ascii(info.filename[:80])
-    raise CheckpointError(f"The record {name} {problem} again.")
+    is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+    check(
+        is_plain and info.compress_size == info.file_size,
+        f"The record {name} is compressed or encrypted",
+        "Load the file in PyTorch and save it again.",
+    )
+    is_inside = 0 <= info.header_offset <= source.size
+    header = source.read(info.header_offset, 30) if is_inside else b""
+    is_header = len(header) == 30 and header[:4] == b"PK\x03\x04"
+    check(is_header, f"The record {name} has a damaged header")
+    start = info.header_offset + 30 + sum(_LENGTHS.unpack_from(header, 26))
+    check(start + info.file_size <= source.size, f"The record {name} is cut off")
+    return Storage(None, info.file_size, source, start, info.CRC)
 
 
 def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
@@ -211,20 +199,18 @@ def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
     for expected in (_MAGIC, _VERSION):
         found = unpickler.load()
         is_known = type(found) is int and found == expected
-        check(is_known, "torch.save() did not write this pickle.")
+        check(is_known, "torch.save() did not write this pickle", "Check the path.")
     _system, value, keys = unpickler.load(), unpickler.load(), unpickler.load()
     storages = unpickler.storages
     is_list = type(keys) is list and {*map(type, keys)} <= {str}
-    check(
-        is_list and sorted(keys) == sorted(storages),
-        "The file is damaged: its storages do not match its tensors. Copy it again.",
-    )
+    fits = is_list and sorted(keys) == sorted(storages)
+    check(fits, "The file is damaged: its storages do not match its tensors")
     at = stream.tell()
     for key in keys:
         storage = storages[key]
         count = int.from_bytes(source.read(at, 8), "little", signed=True)
         storage.start, at = at + 8, at + 8 + storage.nbytes
         fits = count == storage.numel and at <= source.size
-        check(fits, "The file is damaged: a storage has the wrong size. Copy it again.")
-    check(at == source.size, "The file has data after the last storage. Copy it again.")
+        check(fits, "The file is damaged: a storage has the wrong size")
+    check(at == source.size, "The file has data after the last storage")
     return value, unpickler

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from operator import mul
-from typing import Any, BinaryIO
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .objects import CheckpointError, check
+from .objects import check
 
 Array = mx.array | np.ndarray[Any, Any]
 
@@ -66,21 +66,18 @@ class Source:
         shown = os.fspath(file)
         check(
             not os.path.exists(os.path.join(file, ".metadata")),
-            f"{shown} is a folder of torch.distributed.checkpoint. Convert it to a "
-            "file with: python -m torch.distributed.checkpoint.format_utils "
-            f"dcp_to_torch {shown} FILE",
+            f"{shown} is a folder of torch.distributed.checkpoint",
+            "Convert it to a file with: python -m torch.distributed.checkpoint."
+            f"format_utils dcp_to_torch {shown} FILE",
         )
         # Opening a pipe would wait for a writer.
-        check(
-            stat.S_ISREG(os.stat(file).st_mode),
-            f"{shown} is not a regular file. Pass the path of a file that torch.save() "
-            "wrote.",
-        )
+        is_file = stat.S_ISREG(os.stat(file).st_mode)
+        check(is_file, f"{shown} is not a regular file", "Pass the path of a file.")
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
 
-    def open(self) -> BinaryIO:
+    def open(self) -> Any:
         """Open the bytes as a file."""
         if self._data is not None:
             return io.BytesIO(self._data)
@@ -96,13 +93,12 @@ class Source:
         """Fill a memoryview of bytes."""
         if self._data is not None:
             target[:] = self._data[start : start + target.nbytes]
-        elif os.preadv(self._descriptor, [target], start) != target.nbytes:
-            raise CheckpointError(
-                "The file became shorter while it was read. Try again."
-            )
+        else:
+            size = os.preadv(self._descriptor, [target], start)
+            check(size == target.nbytes, "The file became shorter while it was read")
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Storage:
     """A block of bytes: a record in a file, or the bytes of an array.
 
@@ -125,48 +121,36 @@ class Storage:
         """The number of elements; of bytes if it is untyped."""
         return self.nbytes // SIZES[self.dtype] if self.dtype else self.nbytes
 
-    def read_into(self, target: memoryview) -> None:
-        """Read the bytes from the file and verify them."""
-        found = 0
-        for at in range(0, self.nbytes, _PIECE):
-            piece = target[at : at + _PIECE]
-            self.data.read_into(piece, self.start + at)
-            found = zlib.crc32(piece, found)
-        self._verify(found)
-        values = np.frombuffer(target, np.uint8)
-        if self.dtype == "bool" and values.max(initial=0) > 1:
-            raise CheckpointError("A bool tensor has bytes above 1. Save it again.")
+    def pieces(self, target: memoryview | None = None) -> Iterator[memoryview]:
+        """Yield the bytes, and verify those of a file, which are read into ``target``.
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes, little-endian and row-major, and verify those of a file."""
+        They are little-endian and row-major.
+        """
         if not isinstance(self.data, Source):
             yield bytes_of(self.data)
             return
         found = 0
-        for at in range(0, self.nbytes, 16 * _PIECE):
-            piece = memoryview(bytearray(min(16 * _PIECE, self.nbytes - at)))
+        for at in range(0, self.nbytes, _PIECE):
+            end = min(at + _PIECE, self.nbytes)
+            piece = target[at:end] if target else memoryview(bytearray(end - at))
             self.data.read_into(piece, self.start + at)
             found = zlib.crc32(piece, found)
             yield piece
-        self._verify(found)
-
-    def _verify(self, found: int) -> None:
-        if self.checksum not in (None, found):
-            raise CheckpointError(
-                "The file is damaged: the checksum of a record is wrong. Copy it again."
-            )
+        is_right = self.checksum in (None, found)
+        check(is_right, "The file is damaged: the checksum of a record is wrong")
 
 
-def bytes_of(array: Any) -> memoryview:
+def bytes_of(array: Array) -> memoryview:
     """Return the bytes of an array in row-major order, little-endian."""
-    if isinstance(array, mx.array):
-        with mx.stream(mx.cpu):
-            array = mx.contiguous(array)
-            if array.dtype == mx.bfloat16:  # numpy has no bfloat16: view its bits
-                array = array.view(mx.uint16)
-        mx.eval(array)
+    if not isinstance(array, mx.array):
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         return _view_bytes(array)
-    return _view_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+    with mx.stream(mx.cpu):
+        array = mx.contiguous(array)
+        if array.dtype == mx.bfloat16:  # numpy has no bfloat16: view its bits
+            array = array.view(mx.uint16)
+    mx.eval(array)
+    return _view_bytes(array)
 
 
 def _view_bytes(array: Any) -> memoryview:
@@ -175,8 +159,8 @@ def _view_bytes(array: Any) -> memoryview:
 
 def dtype_name(array: Any) -> str:
     """Return the name of the dtype of an MLX or numpy array."""
-    name = getattr(array.dtype, "name", str(array.dtype))
-    return name.removeprefix("mlx.core.").removesuffix("_")
+    name: str = getattr(array.dtype, "name", str(array.dtype))
+    return name.removeprefix("mlx.core.")
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,7 +171,7 @@ def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1]) if shape else ()
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tensor:
     """A tensor in a checkpoint, which is read only on demand.
 
@@ -236,7 +220,7 @@ class Tensor:
         return prod(self.shape) * SIZES.get(self.dtype, 1)
 
     @property
-    def is_whole(self) -> bool:
+    def _is_whole(self) -> bool:
         """Whether this is all of its storage, in row-major order."""
         is_all = self.nbytes == self.storage.nbytes
         return is_all and self.strides == row_strides(self.shape)
@@ -247,21 +231,14 @@ class Tensor:
         numbers = (self.offset, *shape, *strides)
         is_sound = len(shape) == len(strides) <= _MAX_NDIM
         is_sound = is_sound and {*map(type, numbers)} == {int}
-        if not is_sound or min(numbers) < 0 or max(numbers) >= 2**63:
-            raise CheckpointError(
-                "the offset, shape or strides of a tensor are invalid. Save the file "
-                "again."
-            )
-        if max(shape, default=0) > _MAX_DIM or prod(filter(None, shape)) >= 2**62:
-            raise CheckpointError(f"a tensor of shape {shape} is too large for MLX.")
+        is_sound = is_sound and min(numbers) >= 0 and max(numbers) < 2**63
+        check(is_sound, "the offset, shape or strides of a tensor are invalid")
+        fits = max(shape, default=0) <= _MAX_DIM and prod(filter(None, shape)) < 2**62
+        check(fits, "a tensor is too large for MLX", f"It has shape {shape}.")
         room = self.storage.nbytes // SIZES.get(self.dtype, 1)
         last = self.offset + sum(map(mul, shape, strides)) - sum(strides)
-        if 0 not in shape and last >= room:
-            raise CheckpointError(
-                f"a tensor of shape {shape} with strides {strides} and offset "
-                f"{self.offset} reaches outside its storage of {room} elements. Save "
-                "the file again."
-            )
+        problem = "a tensor reaches outside its storage of"
+        check(0 in shape or last < room, f"{problem} {room} elements")
 
     def __repr__(self) -> str:
         return f"<Tensor {self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}>"
@@ -281,30 +258,36 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
     words: dict[tuple[Storage, str], mx.array] = {}
     for tensor in tensors:
         key = tensor.storage, tensor.dtype
-        if isinstance(key[0].data, Source) and tensor.nbytes and key not in words:
+        if key not in words and tensor.nbytes and isinstance(key[0].data, Source):
             words[key] = _make_words(tensor)
-    mx.eval(list(words.values()))
+    mx.eval([*words.values()])
+
+    def fill(storage: Storage, target: memoryview) -> None:
+        for _ in storage.pieces(target):
+            pass
+        is_bool = storage.dtype == "bool"
+        most = np.frombuffer(target, np.uint8).max() if is_bool else 0
+        check(most <= 1, "a bool tensor has bytes above 1")
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        storages = (storage for storage, _ in words)
-        list(threads.map(Storage.read_into, storages, map(_view_bytes, words.values())))
-    found: dict[Tensor, mx.array] = {}
-    for tensor in tensors:
-        if tensor not in found:
-            found[tensor] = _make_array(tensor, words)
-    mx.eval(list(found.values()))  # a lazy array would be tied to this thread
+        storages = [storage for storage, _ in words]
+        [*threads.map(fill, storages, [*map(_view_bytes, words.values())])]
+    found = {tensor: _make_array(tensor, words) for tensor in dict.fromkeys(tensors)}
+    mx.eval([*found.values()])  # a lazy array would be tied to this thread
     return [found[tensor] for tensor in tensors]
 
 
 def _make_words(tensor: Tensor) -> mx.array:
     """Return an array for the bytes of a tensor's storage."""
     name = f"{f'torch.{tensor.dtype}'!a}"
-    check(tensor.dtype in MLX_DTYPES, f"MLX does not have the dtype {name}.")
+    problem = f"MLX does not have the dtype {name}"
+    check(tensor.dtype in MLX_DTYPES, problem, "Convert the tensor in PyTorch.")
     size = SIZES[tensor.dtype]
-    shape = tensor.shape if tensor.is_whole else (tensor.storage.nbytes // size,)
+    shape = tensor.shape if tensor._is_whole else (tensor.storage.nbytes // size,)
     check(
         max(shape, default=0) <= _MAX_DIM,
-        f"a tensor is part of a storage of over {_MAX_DIM} elements. Call .clone() on "
-        "it in PyTorch and save again.",
+        f"a tensor is part of a storage of over {_MAX_DIM} elements",
+        "Call .clone() on it in PyTorch and save again.",
     )
     return mx.empty(shape, _BITS[size], stream=mx.cpu)
 
@@ -318,6 +301,6 @@ def _make_array(tensor: Tensor, words: dict[tuple[Storage, str], mx.array]) -> m
         if not tensor.nbytes:
             return mx.zeros(tensor.shape, dtype)
         values = words[tensor.storage, tensor.dtype].view(dtype)
-        if tensor.is_whole:
+        if tensor._is_whole:
             return values.reshape(tensor.shape)
         return mx.as_strided(values, tensor.shape, tensor.strides, tensor.offset)

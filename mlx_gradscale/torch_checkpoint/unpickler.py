@@ -16,7 +16,7 @@ from typing import Any
 
 from .objects import CheckpointError, Placeholder, check
 from .tensors import SIZES, STORAGES, Storage, Tensor
-from .tree import check_key
+from .tree import DICTS, check_key
 
 MAX_PICKLE = 2**26
 # The number of instructions, and of values (or 64 characters) that constructors copy,
@@ -26,12 +26,6 @@ MAX_WORK = 5_000_000
 # A set takes as much memory as this many instructions.
 _SET = 3
 UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-_DICTS = frozenset({dict, OrderedDict, Counter})
-_GATHER = (
-    "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
-    "it on rank 0: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
-    "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
-)
 _Python: Any = pickle
 
 
@@ -61,36 +55,31 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
         self.stack: list[Any] = []
         self.append, self.proto = self.stack.append, 0
         try:
-            self._run()
+            while self._work < MAX_WORK:
+                self._work += 1
+                _ACTIONS[self.read(1)[0]](self)
+            self._spend(1)
         except _Python._Stop as stop:
-            problem = "the pickle does not end with one complete object."
-            check(not self.stack and not self.metastack, problem)
+            is_complete = not self.stack and not self.metastack
+            check(is_complete, "the pickle does not end with one complete object")
             return stop.value
         except Exception as error:  # Python's unpickler raises ten different types
             problem = str(error)
-            if isinstance(error, IndexError):
-                problem = "the pickle is damaged or cut off. Copy the file again."
-            elif isinstance(error, KeyError):
+            if isinstance(error, KeyError):
                 code = bytes([error.args[0]])
                 problem = f"{code!a} is not an instruction that checkpoints use."
             elif not isinstance(error, CheckpointError):
-                problem = f"the pickle is damaged or cut off ({error})."
+                problem = f"the pickle is damaged or cut off ({error}). Copy the file."
             where = f"Pickle, byte {self._stream.tell() - start}{self._last_key()}"
             raise CheckpointError(f"{where}: {problem}") from None
-
-    def _run(self) -> None:
-        read = self.read
-        while self._work < MAX_WORK:
-            self._work += 1
-            _ACTIONS[read(1)[0]](self)
-        self._spend(1)
 
     def _spend(self, work: int) -> None:
         self._work += work
         check(
             self._work <= MAX_WORK,
             f"the file has more than {MAX_WORK:,} pickle instructions, or copies as "
-            "many values. Split it in PyTorch.",
+            "many values",
+            "Split it in PyTorch.",
         )
 
     def _last_key(self) -> str:
@@ -102,33 +91,34 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Placeholder:
         """Return the placeholder for a name, the same object for equal names."""
-        check(len(module) + len(name) < 1000, "a name in the pickle is too long.")
+        check(len(module) + len(name) < 1000, "a name in the pickle is too long")
         if (module, name) not in self._names:
             named = Placeholder(module, name)
             is_name = named.path.isprintable() and "" not in named.path.split(".")
-            check(is_name, f"{named.path[:120]!a} is not a class or function name.")
+            check(is_name, f"{named.path[:120]!a} is not a class or function name")
             self._names[module, name] = named
         return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
         # Check the type first: comparing a tensor with a string raises an error.
-        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise CheckpointError(
-                "the file refers to something that is not a storage, as whole models "
-                "saved by old PyTorch versions do. Save model.state_dict() in PyTorch "
-                "instead."
-            )
+        check(
+            type(pid) is tuple and len(pid) in (5, 6) and pid[0] == "storage",
+            "the file refers to something that is not a storage, as whole models saved "
+            "by old PyTorch versions do",
+            "Save model.state_dict() in PyTorch instead.",
+        )
         _, kind, key, _location, numel, *views = pid
-        path = kind.path if type(kind) is Placeholder and kind.is_name else ""
+        path = kind.path if type(kind) is Placeholder and kind.args is None else ""
         dtype = STORAGES.get(path.removeprefix("torch."))
         is_known = (dtype or path in UNTYPED) and (not views or views[0] is None)
         is_known = is_known and type(key) is str and len(key) <= 64
-        if not is_known or type(numel) is not int or not 0 <= numel < 2**63:
-            raise CheckpointError(
-                f"a storage of type {path!a} is described in an unknown way. Convert "
-                "its tensor in PyTorch with .dequantize() or .cpu(), and save again."
-            )
+        check(
+            is_known and type(numel) is int and 0 <= numel < 2**63,
+            f"a storage of type {path!a} is described in an unknown way",
+            "Convert its tensor in PyTorch with .dequantize() or .cpu(), and save "
+            "again.",
+        )
         nbytes = numel * SIZES[dtype] if dtype else numel
         if key not in self.storages:
             self.storages[key] = found = self._find(key)
@@ -136,14 +126,12 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
             if found.nbytes < 0:  # a legacy file does not say it yet
                 found.nbytes = nbytes
         storage = self.storages[key]
-        if storage.dtype != dtype:
-            problem = "tensors of different types share a storage. Clone them first."
-            raise CheckpointError(problem)
-        if storage.nbytes != nbytes:
-            raise CheckpointError(
-                f"The file is damaged: a storage should have {nbytes} bytes but has "
-                f"{storage.nbytes}."
-            )
+        check(
+            (storage.dtype, storage.nbytes) == (dtype, nbytes),
+            f"a storage should have {nbytes} bytes of {dtype}, but has "
+            f"{storage.nbytes} of {storage.dtype}",
+            "Clone tensors of different types that share it, or copy the file again.",
+        )
         return storage
 
     def rebuild_tensor(
@@ -161,17 +149,16 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
         The arguments are those of PyTorch's ``_rebuild_tensor_v2``, or of ``_v3``,
         which has a dtype before the metadata.
         """
-        dtype, metadata = storage.dtype, rest[-1] if rest else {}
+        dtype, metadata = storage.dtype or "", rest[-1] if rest else {}
         if rest and type(rest[0]) is Placeholder:
-            is_dtype = rest[0].module == "torch" and rest[0].is_name
-            dtype, metadata = rest[0].name if is_dtype else None, rest[1:] and rest[1]
-        if dtype is None or len(dtype) > 40:
-            raise CheckpointError("a tensor has no known dtype. Save the file again.")
-        if metadata:
-            raise CheckpointError(
-                "the tensor is lazily conjugated or negated. Call .resolve_conj() and "
-                ".resolve_neg() in PyTorch and save again."
-            )
+            dtype, metadata = rest[0].name, rest[1:] and rest[1]
+            dtype = dtype if rest[0].path == f"torch.{dtype}" else ""
+        check(0 < len(dtype) <= 40, "a tensor has no known dtype")
+        check(
+            type(metadata) is not dict or not metadata,
+            "the tensor is lazily conjugated or negated",
+            "Call .resolve_conj() and .resolve_neg() in PyTorch and save again.",
+        )
         tensor = Tensor(storage, dtype, offset, shape, strides, requires_grad)
         tensor.check()
         return self._unique(tensor)
@@ -193,10 +180,14 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
     ) -> Any:
         """Return a tensor with Python attributes, which are dropped."""
         path = function.path
-        plain = ("torch.Tensor", "torch.nn.parameter.Parameter")
-        is_plain = path.startswith("torch._utils.") and path in BUILDERS
-        is_plain = is_plain and kind.path in (*plain, "torch.nn.parameter.Buffer")
-        check(is_plain, f"a tensor has the unknown class {kind.path!a}. {_GATHER}")
+        check(
+            path in _TENSORS and kind.path in _TENSOR_CLASSES,
+            f"a tensor has the unknown class {kind.path!a}",
+            "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, "
+            "and save it on rank 0: torch.distributed.checkpoint.state_dict."
+            "get_state_dict(model, optimizer, options=StateDictOptions("
+            "full_state_dict=True, cpu_offload=True)).",
+        )
         return self._build(path, args)
 
     def make_set(self, kind: type[Any], members: Iterable[Any] = ()) -> Any:
@@ -213,7 +204,7 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
         if type(text) is str:
             is_latin = encoding in ("latin1", "latin-1")
             is_latin = is_latin and max(text, default="") <= "\xff"
-            check(is_latin, "a bytes value is not valid Latin-1. Save the file again.")
+            check(is_latin, "a bytes value is not valid Latin-1")
             text = text.encode("latin1")
         return kind(text)
 
@@ -225,16 +216,13 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
     def call(self, opcode: bytes) -> None:
         """Push the result of a call to one of ``BUILDERS``, or a placeholder."""
         args, callee = self.stack.pop(), self.stack.pop()
-        if type(callee) is not Placeholder or type(args) is not tuple:
-            raise CheckpointError(
-                f"the pickle calls {type(callee).__name__} with {type(args).__name__} "
-                "as its arguments."
-            )
+        shown = f"{type(callee).__name__} with {type(args).__name__}"
+        is_call = type(callee) is Placeholder and type(args) is tuple
+        check(is_call, f"the pickle calls {shown} as its arguments")
         path = callee.path if callee.args is None and opcode == b"R" else ""
-        types = [*map(type, args[:3])]
         if path in BUILDERS:
             self.append(self._build(path, args))
-        elif path == "builtins.getattr" and types == [Placeholder, str]:
+        elif path == "builtins.getattr" and [*map(type, args)] == [Placeholder, str]:
             # Protocol 2 refers to nested classes this way.
             name = f"{args[0].name}.{args[1][:1000]}"
             self.append(self.find_class(args[0].module, name))
@@ -243,25 +231,24 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
         function, *signatures = BUILDERS[path]
-        args = args[:-1] if path in _STATEFUL else args
         # Compare at most 20 types, because there may be millions of arguments.
-        if (*map(type, args[:20]),) not in signatures:
-            raise CheckpointError(
-                f"the pickle calls {path} with invalid arguments. Save the file again."
-            )
+        types = (*map(type, args[:20]),)
+        if path in _STATEFUL:  # the state may have any type, and is dropped
+            args, types = args[:-1], types[:-1]
+        check(types in signatures, f"the pickle calls {path} with invalid arguments")
         return function(self, *args)
 
     def edit(self, opcode: bytes, values: list[Any]) -> None:
         """Edit the object on top of the stack; a placeholder only records the edit."""
         target, kind = self.stack[-1], type(self.stack[-1])
         is_pairs = opcode in b"su"
-        if is_pairs and len(values) % 2:
-            raise CheckpointError("the pickle sets a key without a value.")
+        is_even = not is_pairs or len(values) % 2 == 0
+        check(is_even, "the pickle sets a key without a value")
         if kind is Placeholder:
             target.edits.append((opcode, values))
         elif kind is list and opcode in b"ae":
             target.extend(values)
-        elif kind in _DICTS and is_pairs:
+        elif kind in DICTS and is_pairs:
             for key, value in zip(values[::2], values[1::2], strict=True):
                 if type(key) is not str:
                     check_key(key)
@@ -273,7 +260,7 @@ class Unpickler(_Python._Unpickler):  # type: ignore[misc]
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
             is_state = is_state and values[0].keys() == {"_metadata"}
-            check(is_state, f"unknown change to a value of type {kind.__name__}.")
+            check(is_state, f"unknown change to a value of type {kind.__name__}")
             target._metadata = values[0]["_metadata"]
 
     def push(self, value: Any) -> None:
@@ -290,14 +277,19 @@ _V2 = (*_VIEW, bool, OrderedDict)
 _V3 = (*_V2, Placeholder)
 _TENSOR = [Unpickler.rebuild_tensor, _VIEW, _V2, (*_V2, dict), _V3, (*_V3, dict)]
 _PARAMETER = [Unpickler.rebuild_parameter, (Tensor, bool, OrderedDict)]
-_FROM_TYPE = [Unpickler.rebuild_from_type, (Placeholder, Placeholder, tuple)]
-# Functions that a pickle may call, and the types of the arguments that they take.
-BUILDERS: dict[str, Any] = {
+_TENSORS = {
     "torch._utils._rebuild_tensor": _TENSOR,
     "torch._utils._rebuild_tensor_v2": _TENSOR,
     "torch._utils._rebuild_tensor_v3": _TENSOR,
     "torch._utils._rebuild_parameter": _PARAMETER,
     "torch._utils._rebuild_parameter_with_state": _PARAMETER,
+}
+_TENSOR_CLASSES = {"torch.Tensor"} | {
+    f"torch.nn.parameter.{name}" for name in ("Parameter", "Buffer")
+}
+_FROM_TYPE = [Unpickler.rebuild_from_type, (Placeholder, Placeholder, tuple)]
+# Functions that a pickle may call, and the types of the arguments that they take.
+BUILDERS: dict[str, Any] = _TENSORS | {
     # The module was renamed in PyTorch 1.9.
     "torch._tensor._rebuild_from_type_v2": _FROM_TYPE,
     "torch.tensor._rebuild_from_type_v2": _FROM_TYPE,
@@ -313,9 +305,8 @@ BUILDERS: dict[str, Any] = {
     "builtins.set": [lambda u, *x: u.make_set(set, *x), (), (list,)],
     "builtins.frozenset": [lambda u, *x: u.make_set(frozenset, *x), (), (list,)],
 }
-# Their last argument is a state of any type, which is dropped.
-_STATEFUL = {"torch._utils._rebuild_parameter_with_state"}
-_STATEFUL |= {f"torch.{x}._rebuild_from_type_v2" for x in ("_tensor", "tensor")}
+# Their last argument is a state.
+_STATEFUL = {path for path in BUILDERS if path.endswith(("_with_state", "type_v2"))}
 _Action = Callable[[Unpickler], None]
 # Instructions that Python's unpickler may carry out.
 _KEPT = {

@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from .atomic import atomic_write
-from .objects import Placeholder
-from .tensors import STORAGES, Storage, Tensor
-from .tree import check_tree
+from .objects import CheckpointError, Placeholder
+from .tensors import DTYPES, STORAGES, Storage, Tensor, dtype_name
+from .tree import replace_tensors, show_path
 from .unpickler import UNTYPED
 
 # torch.load(mmap=True) needs aligned storages.
@@ -45,7 +45,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Raises:
         TypeError: If ``obj`` contains a value of another type. The message says where.
-        CheckpointError: If ``obj`` contains itself or is too deep.
+        CheckpointError: If ``obj`` is nested too deeply.
 
     Example:
 
@@ -56,13 +56,13 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
-    check_tree(obj, TypeError)
-    buffer = io.BytesIO()
+    obj, buffer = replace_tensors(obj, _to_tensor), io.BytesIO()
     pickler = _Pickler(buffer)
     try:
         pickler.dump(obj)
-    except RecursionError:  # chains of placeholders
-        raise TypeError("obj is nested too deeply to be saved. Flatten it.") from None
+    except RecursionError:
+        problem = "obj is nested too deeply to be saved. Flatten it."
+        raise CheckpointError(problem) from None
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file if the name is ASCII.
         stem = Path(file).stem
@@ -76,6 +76,21 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
             f"Expected a path or a writable binary file, got {type(file).__name__}. "
             "Call save(path, object)."
         )
+
+
+def _to_tensor(path: tuple[Any, ...], leaf: Any) -> Tensor:
+    is_array = isinstance(leaf, (mx.array, np.ndarray))
+    if is_array and dtype_name(leaf) in DTYPES:
+        return Tensor.of(leaf)
+    if isinstance(leaf, Tensor):
+        return leaf
+    kind, dtype = type(leaf).__name__, f" of dtype {leaf.dtype}" if is_array else ""
+    advice = " Save its .item()." if isinstance(leaf, np.generic) else ""
+    raise TypeError(
+        f"{show_path(path)} has type {kind}{dtype}, which a checkpoint cannot hold."
+        f"{advice} Only arrays, dicts, lists, tuples, sets, numbers, strings, bytes "
+        "and None can be saved."
+    )
 
 
 def _write_zip(
@@ -135,10 +150,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.save(("storage", kind, key, "cpu", storage.numel))
         self.write(b"Q")
 
-    def _save_array(self, array: Any) -> None:
-        self._save_tensor(Tensor.of(array), array)
-
-    def _save_tensor(self, tensor: Tensor, obj: Any = None) -> None:
+    def _save_tensor(self, tensor: Tensor) -> None:
         hooks: OrderedDict[Any, Any] = OrderedDict()
         if tensor.is_parameter:
             data = replace(tensor, requires_grad=False, is_parameter=False)
@@ -151,7 +163,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
                 args = *args, self._name("torch", tensor.dtype)
                 function = "_rebuild_tensor_v3"
         name = self._name("torch._utils", function)
-        self.save_reduce(name, args, obj=tensor if obj is None else obj)
+        self.save_reduce(name, args, obj=tensor)
 
     def _save_bytes(self, data: bytes) -> None:
         if data:
@@ -193,7 +205,5 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         _Name: _save_name,
         Storage: _save_storage,
         Tensor: _save_tensor,
-        mx.array: _save_array,
-        np.ndarray: _save_array,
         bytes: _save_bytes,
     }

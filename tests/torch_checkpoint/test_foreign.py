@@ -166,6 +166,15 @@ def test_torch_size_survives_a_round_trip():
     assert type(back[0]) is type(next(iter(back[2]))) is torch.Size
 
 
+def test_containers_that_contain_themselves_survive_a_round_trip():
+    cycle = {"x": torch.ones(2)}
+    cycle["items"] = [cycle, (cycle,)]
+    data = torch_bytes(cycle)
+    loaded = torch_checkpoint.load(data)
+    assert loaded["items"][1][0] is loaded
+    assert records(save_bytes(loaded))["data.pkl"] == records(data)["data.pkl"]
+
+
 def test_objects_that_refer_to_themselves_survive_a_round_trip():
     args = argparse.Namespace()
     args.itself, args.many = args, [args, {"x": args}]

@@ -133,7 +133,7 @@ def test_unsupported_opcodes_are_refused():
     refused(pickled(b"\xff"), r"b'\\xff' is not an instruction")
 
 
-WRONG, DEEP = "with invalid arguments", "over 128 deep"
+WRONG = "with invalid arguments"
 ENCODE, ORDERED = name("_codecs", "encode"), name("collections", "OrderedDict")
 Y = name("x", "Y")
 
@@ -177,13 +177,7 @@ Y = name("x", "Y")
         (name("__builtin__", "set") + text("ab") + b"\x85R", WRONG),
         (name("__builtin__", "set") + b"]]\x86R", WRONG),
         (ORDERED + b")R}" + text("items") + b"Nsb", "type OrderedDict"),
-        (b"]q\x00h\x00a", "contains itself"),
-        (b"}q\x00" + text("x") + b"h\x00s", "contains itself"),
-        (b"]q\x00h\x00\x85a", "contains itself"),
-        (ORDERED + b")Rq\x00}" + text("_metadata") + b"h\x00sb", "contains itself"),
-        (b"N" + b"\x85" * 129, DEEP),
-        # A shared container counts where it is deepest.
-        (b"N" + b"\x85" * 100 + b"q\x00h\x00" + b"\x85" * 100 + b"\x86", DEEP),
+        (b"N" + b"\x85" * 2000, "nested too deeply"),
     ],
 )
 def test_malformed_pickles_are_refused(opcodes, says):
@@ -225,8 +219,8 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(shape=(2**31 - 1,) * 3, strides=(0,) * 3), "too large"),
         (tensor(shape=(0,) + (2**31 - 1,) * 3, strides=(0,) * 4), "too large"),
         (tensor(shape=(2**30, 2**10), strides=(0, 0)), "more than 4 times"),
-        (tensor(of=storage(numel=5)), "should have 20 bytes but has 16"),
-        (tensor(of=storage(numel=2**62)), "bytes but has 16"),
+        (tensor(of=storage(numel=5)), "should have 20 bytes of float32, but has 16"),
+        (tensor(of=storage(numel=2**62)), "bytes of float32, but has 16"),
         (tensor(of=storage(numel=-4)), "unknown way"),
         (tensor(of=storage(key="1")), "no record"),
         (tensor(of=storage(key="../../etc/passwd")), "no record"),
@@ -240,7 +234,7 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(metadata=b"]"), WRONG),
         (
             b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",
-            "different types share a storage",
+            "but has 16 of float32. Clone tensors of different types",
         ),
     ],
 )
