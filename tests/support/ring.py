@@ -86,7 +86,8 @@ def run_ranks(n, folder, script, *args):
 def mlx_launch(n, folder, script, *args):
     """Start the ranks by mlx.launch itself."""
     folder.mkdir()
-    launcher = shutil.which("mlx.launch", path=Path(sys.executable).parent)
+    here = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    launcher = shutil.which("mlx.launch", path=os.pathsep.join(here))
     # It leaves temporary files: in our folder, where MLX shall still find the
     # kernels that it compiled before.
     kernels = Path(tempfile.gettempdir()) / "mlx"
