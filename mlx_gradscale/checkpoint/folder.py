@@ -5,10 +5,10 @@
         model.safetensors       the model's weights
         training.safetensors    all other arrays
         training.json           all other values
-        checksums.json          CRC-32 of the three files above
+        checksums.json          CRC-32 of each of the other files
 
-If the parameters are sharded, each rank has a subfolder ``rank-0``, ``rank-1``, ...
-with these four files, and ``checksums.json`` beside them has a CRC-32 of each rank's.
+If the parameters are sharded, each rank has its first three files in a subfolder
+``rank-0``, ``rank-1``, ...
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
 a hidden folder, renames it to the next free number, and then removes old checkpoints.
@@ -36,15 +36,14 @@ import mlx.core as mx
 from ..core.ranks import Group
 from ..distributed import raise_together, share
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import discard, sync, temporary_folder
+from ..files.atomic import atomic_write, discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
+_FILES = (_MODEL, _ARRAYS, _JSON)
 _CHECKSUMS = "checksums.json"
-_RANK = "rank-{}"  # the folder of a rank in a sharded checkpoint
-_PREFIX = "optimizer."  # added to the names of the optimizer's arrays
 _SAVE = re.compile("save-[0-9]{6,}")
 # How the names of files start that the user has not written: one of macOS's Finder, and
 # temporary files that a save could not remove.
@@ -100,7 +99,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path (str): The folder of a run, to read its newest checkpoint, or the folder of
-            a single checkpoint, or of one rank in a sharded checkpoint.
+            a single checkpoint.
 
     Returns:
         Checkpoint: The contents.
@@ -109,43 +108,62 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         FileNotFoundError: If there is no checkpoint.
         ValueError: If the checkpoint is damaged, cannot be read or is sharded.
     """
-    return Checkpoint(*_read(Path(path), None))
+    return Checkpoint(*_read(Path(path), 1, 0))
 
 
 def read_on_ranks(path: str | os.PathLike[str], group: Group, call: str) -> Checkpoint:
     """Read a checkpoint on all ranks; only a sharded one on disks that all share."""
-    found = share(lambda: _read(Path(path), group.size()), group, call)
-    if not isinstance(found, str):
-        return Checkpoint(*found)
-    with raise_together(group, call):
-        return read_checkpoint(Path(path) / found / _RANK.format(group.rank()))
+    n_ranks = group.size()
+    found = share(lambda: _read(Path(path), n_ranks), group, call)
+    if isinstance(found, str):
+        with raise_together(group, call):
+            found = _read(Path(path) / found, n_ranks, group.rank())
+    return Checkpoint(*found)
 
 
-def _read(run: Path, n_ranks: int | None) -> Checkpoint | str:
+def _read(run: Path, n_ranks: int, rank: int | None = None) -> Checkpoint | str:
     """Read the newest checkpoint, or return its name if this many ranks share it."""
     saves = _list_saves(run)
     is_save = not saves and (run / _CHECKSUMS).exists()
     save = run if is_save else latest_checkpoint(run)
     try:
-        n_shards = _verify(save)
-        if not n_shards:
-            return _read_files(save)
-        if n_shards != n_ranks:
+        checksums = read_json(save / _CHECKSUMS, open_inside)
+        n_shards = _count_shards(checksums)
+        if n_shards not in (0, n_ranks):
             raise ValueError(
-                f"it has the shards of {n_shards} ranks, but this run has "
-                f"{n_ranks or 1}. Restore it on {n_shards} ranks, or read the shards "
-                f"of one rank from {save / _RANK.format(0)}."
+                f"it has the shards of {n_shards} ranks, but this run has {n_ranks}. "
+                f"Restore it on {n_shards} ranks, or read each rank's files with "
+                "mx.load()."
             )
-        return "" if is_save else save.name
+        if n_shards and rank is None:
+            return "" if is_save else save.name
+        return _read_files(save, name_part(rank if n_shards else None), checksums)
     except Exception as error:
         if not save.exists():  # removed by a writer that saved a newer one
-            return _read(run, n_ranks)
+            return _read(run, n_ranks, rank)
         older = [x.name for x in saves if x != save]
         advice = ""
         if older:
             advice = f" To use an older checkpoint, pass its path: {list_some(older)}."
         text = f"Cannot read {save}: {describe_error(error)}{advice}"
         raise ValueError(text) from error
+
+
+def _read_files(save: Path, part: str, checksums: dict[str, int]) -> Checkpoint:
+    """Read the files of a checkpoint, or of one rank's part of it."""
+    for name in _FILES:
+        if _checksum(save / part / name) != checksums[part + name]:
+            raise _damaged()
+    arrays = read_arrays(save / part / _ARRAYS)
+    content = decode(read_json(save / part / _JSON), arrays)
+    if content | _FORMAT != content:
+        raise ValueError(
+            "training.json has an unknown format or version. If a newer version of "
+            "mlx_gradscale wrote it, upgrade the package."
+        )
+    optimizer, scaler, extra = map(content.pop, ("optimizer", "scaler", "extra"))
+    weights = read_arrays(save / part / _MODEL)
+    return Checkpoint(weights, dict(optimizer), scaler, dict(extra), content)
 
 
 def describe_error(error: Exception) -> str:
@@ -156,21 +174,16 @@ def describe_error(error: Exception) -> str:
 
 def encode_checkpoint(saved: Checkpoint) -> Files:
     """Return the contents of a checkpoint's files; raise if a value is unsupported."""
-    numbers, arrays = {}, {}
-    for path, x in saved.optimizer.items():
-        if isinstance(x, mx.array):
-            arrays[_PREFIX + path] = x
-        else:
-            numbers[path] = x
-    content = {"scaler": saved.scaler, "numbers": numbers, "extra": saved.extra}
-    content = _FORMAT | content | saved.description
-    text = json.dumps(encode(content, arrays)).encode()
+    values = saved._asdict()
+    weights, description = values.pop("weights"), values.pop("description")
+    arrays: dict[str, mx.array] = {}
+    text = json.dumps(encode(_FORMAT | description | values, arrays)).encode()
     if len(text) > LONGEST_JSON:
         raise ValueError(
             f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
             "lists to save_checkpoint() as mx.array."
         )
-    return saved.weights, arrays, text
+    return weights, arrays, text
 
 
 @contextmanager
@@ -187,7 +200,6 @@ def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
     run.mkdir(parents=True, exist_ok=True)
     with temporary_folder(run) as folder:
         yield folder
-        _seal(folder)
         last = ["save-000000", *_list_names(run)][-1]
         folder.rename(run / f"save-{int(last[5:]) + 1:06}")
         sync(run)
@@ -195,73 +207,65 @@ def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
         discard(old)
 
 
-def write_files(folder: Path, files: Files, rank: int | None = None) -> None:
-    """Write the files of a checkpoint, or those of one rank if it is sharded."""
-    if rank is not None:
-        folder /= _RANK.format(rank)
-        folder.mkdir()
-    model, arrays, text = files
-    write_arrays(folder / _MODEL, model, {"format": "mlx"})
-    write_arrays(folder / _ARRAYS, arrays)
-    (folder / _JSON).write_bytes(text)
-    if rank is not None:
-        _seal(folder)
+def name_part(rank: int | None) -> str:
+    """Return how the paths of a rank's files start; None stands for no shards."""
+    return "" if rank is None else f"rank-{rank}/"
 
 
-def _seal(folder: Path) -> None:
-    """Write the checksums of a folder's files, and sync them to disk."""
-    n_ranks = len(list(folder.glob(_RANK.format("*"))))
-    sums = _compute_checksums(folder, _list_parts(n_ranks))
-    (folder / _CHECKSUMS).write_text(json.dumps(sums))
-    sync(*folder.glob("*.json"), folder)
+def write_files(folder: Path, part: str, files: Files) -> dict[str, int]:
+    """Write the files of a checkpoint, or of a rank's part; return their checksums."""
+    (folder / part).mkdir(exist_ok=True)
+    weights, arrays, text = files
+    write_arrays(folder / part / _MODEL, weights, {"format": "mlx"})
+    write_arrays(folder / part / _ARRAYS, arrays)
+    _write(folder / part / _JSON, text)
+    return {part + name: _checksum(folder / part / name) for name in _FILES}
 
 
-def _verify(folder: Path) -> int:
-    """Return how many ranks have shards in a checkpoint, or raise if it is damaged."""
-    saved = read_json(folder / _CHECKSUMS, open_inside)
-    n_ranks = _count_ranks(saved)
-    if saved != _compute_checksums(folder, _list_parts(n_ranks)):
-        raise ValueError(
-            "its files do not match their checksums, so the checkpoint is damaged."
-        )
-    return n_ranks
+def write_checksums(folder: Path, checksums: dict[str, int]) -> None:
+    """Write the checksums of all files of a checkpoint."""
+    _write(folder / _CHECKSUMS, json.dumps(checksums).encode())
 
 
-def _count_ranks(checksums: Any) -> int:
-    """Return how many ranks have shards in a checkpoint with these checksums."""
-    return 0 if _MODEL in checksums else len(checksums)
+def _write(path: Path, data: bytes) -> None:
+    with atomic_write(path) as file:  # syncs it to disk
+        file.write(data)
 
 
-def _list_parts(n_ranks: int) -> list[str]:
-    """Return the names of the files that the checksums of a checkpoint cover."""
-    ranks = [f"{_RANK.format(rank)}/{_CHECKSUMS}" for rank in range(n_ranks)]
-    return ranks or [_MODEL, _ARRAYS, _JSON]
+def _checksum(path: Path) -> int:
+    with (
+        open(path, "rb", opener=open_inside) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return zlib.crc32(data)
 
 
-def _compute_checksums(folder: Path, names: list[str]) -> dict[str, int]:
-    found = {}
-    for name in names:
-        with (
-            open(folder / name, "rb", opener=open_inside) as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            found[name] = zlib.crc32(data)
-    return found
+def _count_shards(checksums: Any) -> int:
+    """Return how many ranks have a part of a checkpoint, or 0 without shards."""
+    n_shards = 0 if _MODEL in checksums else len(checksums) // 3
+    parts = [*map(name_part, range(n_shards))] or [""]
+    names = {part + name for part in parts for name in _FILES}
+    if not isinstance(checksums, dict) or checksums.keys() != names:
+        raise _damaged()
+    return n_shards
+
+
+def _damaged() -> ValueError:
+    return ValueError(
+        "its files do not match their checksums, so the checkpoint is damaged."
+    )
 
 
 def _is_ours(folder: Path) -> bool:
     """Return whether a folder contains a checkpoint, and no files of the user."""
     try:
-        parts = {*read_json(folder / _CHECKSUMS, open_inside)}
+        checksums = read_json(folder / _CHECKSUMS, open_inside)
+        _count_shards(checksums)
     except (OSError, ValueError, TypeError):
         return False
-    n_ranks = _count_ranks(parts)
-    return parts == {*_list_parts(n_ranks)} and all(
-        path.name in (*parts, _CHECKSUMS)
-        or path.name.startswith(_LITTER)
-        or (n_ranks > 0 and path.is_dir() and _is_ours(path))
-        for path in folder.iterdir()
-    )
+    ours = {_CHECKSUMS, *checksums, *map(os.path.dirname, checksums)}
+    there = [x for x in folder.rglob("*") if not x.name.startswith(_LITTER)]
+    return all(x.relative_to(folder).as_posix() in ours for x in there)
 
 
 def _list_names(run: Path) -> list[str]:
@@ -273,25 +277,3 @@ def _list_saves(run: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first, ignoring files and links."""
     paths = [run / name for name in _list_names(run)]
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
-
-
-def _read_files(folder: Path) -> Checkpoint:
-    arrays = read_arrays(folder / _ARRAYS, open_inside)
-    content = decode(read_json(folder / _JSON, open_inside), arrays)
-    if content | _FORMAT != content:
-        raise ValueError(
-            "training.json has an unknown format or version. If a newer version of "
-            "mlx_gradscale wrote it, upgrade the package."
-        )
-    state = {
-        name.removeprefix(_PREFIX): x
-        for name, x in arrays.items()
-        if name.startswith(_PREFIX)
-    }
-    return Checkpoint(
-        read_arrays(folder / _MODEL, open_inside),
-        state | content.pop("numbers"),
-        content.pop("scaler"),
-        dict(content.pop("extra")),
-        content,
-    )

@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..core.masters import HALF, half_bits
+from ..core.masters import half_bits
+from ..core.optimizer import MasterWeightOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.ranks import Group
 from ..core.scale import SETTINGS
 from ..core.scaler import GradScaler
-from ..core.state import adapt_bits
 from ..core.trees import commit, flatten, is_floating, restore, slots, snapshot
 from ..distributed import raise_together
 from ..files.text import dtype_name, list_some, shorten
@@ -22,13 +22,11 @@ from .folder import Checkpoint, describe_error, read_on_ranks
 from .save import (
     STATE,
     STATISTICS,
-    Wrapper,
     describe_optimizer,
     find_group,
     find_scaler,
     fingerprint,
     optimizer_places,
-    select_saved,
 )
 
 
@@ -131,29 +129,31 @@ def _restore_scaler(saved: dict[str, Any] | None, scaler: GradScaler | None) -> 
 def _restore_optimizer(
     saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 ) -> None:
-    state, weights = dict(saved.optimizer), dict(flatten(model.parameters()))
+    state, parameters = dict(saved.optimizer), model.trainable_parameters()
+    if isinstance(optimizer, MasterWeightOptimizer):
+        optimizer.init(parameters)
+        for path, (box, key) in optimizer_places(optimizer).items():
+            # A schedule may have replaced an array by a number.
+            if type(state.get(path)) is float and isinstance(box[key], mx.array):
+                state[path] = mx.array(state[path])
+        state |= {f"scaler.{name}": x for name, x in optimizer.scaler.state.items()}
+        for name, x in flatten(parameters):
+            if f"masters.{name}" in state:
+                state[f"written.{name}"] = half_bits(x)
+        optimizer.state = state
+        optimizer.init(parameters)
+        return
     if state.keys() - optimizer_places(optimizer).keys():
-        optimizer.init(model.trainable_parameters())  # keeps existing state
+        optimizer.init(parameters)  # keeps existing state
     places = optimizer_places(optimizer)
-    if isinstance(optimizer, Wrapper):
-        held = {path: box[key] for path, (box, key) in places.items()}
-        own = {path: x for path, x in held.items() if isinstance(x, mx.array)}
-        inner, bits = optimizer.optimizer, optimizer._state_bits
-        state = select_saved(adapt_bits(state, own, inner, bits, weights) or {})
-    # Some optimizers add values to the state of a parameter in a step.
+    # Some optimizers add values to their state in a step.
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
-    endings = tuple(f".{name}" for name in weights)
     for path in state.keys() - places.keys():
         parent, _, key = path.rpartition(".")
-        if f".{parent}".endswith(endings) and parent in containers:
+        if isinstance(containers.get(parent), dict):
             places[path] = containers[parent], key
     # The first steps of an MLX optimizer may change the dtypes of its state.
     _replace("the optimizer", places, state, free=places)
-    is_wrapper = isinstance(optimizer, Wrapper)
-    written = optimizer.state.get("written", {}) if is_wrapper else {}
-    for name in written.keys() & weights.keys():
-        if weights[name].dtype in HALF:
-            written[name] = half_bits(weights[name])
 
 
 def _replace(
@@ -213,7 +213,7 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     for old, new in zip(saved, own, strict=True):
         for name, value in new["values"].items():
             before = old["values"].get(name, value)
-            if before != value and name != "state_bits":  # see adapt_bits()
+            if before != value and name != "state_bits":  # see optimizer.state
                 raise ValueError(
                     f"the saved {new['class']} had {name}={shorten(before)}, but this "
                     f"one has {name}={value}. Create the optimizer as in the saved "

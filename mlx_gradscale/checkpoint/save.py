@@ -1,6 +1,7 @@
 """``save_checkpoint``: atomically save the state that a run needs to resume."""
 
 import os
+from collections import ChainMap
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -13,24 +14,30 @@ from mlx.optimizers import Optimizer
 from ..core.finite import all_finite
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.optimizers import needs_init, single_optimizers
-from ..core.ranks import Group, Ranks
+from ..core.ranks import Group, Ranks, gather
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, walk
 from ..distributed import compare, raise_together, share
 from ..files.arrays import checksum
 from ..files.text import dtype_name
 from ..nonfinite_leaves import nonfinite
-from .folder import Checkpoint, add_checkpoint, encode_checkpoint, write_files
+from .folder import (
+    Checkpoint,
+    add_checkpoint,
+    encode_checkpoint,
+    name_part,
+    write_checksums,
+    write_files,
+)
 
 # The wrappers, whose names checkpoints also use for their subclasses.
-Wrapper = LossScaleOptimizer | MasterWeightOptimizer
 WRAPPERS = {kind.__name__: kind for kind in (LossScaleOptimizer, MasterWeightOptimizer)}
 # Types of optimizer state that checkpoints support.
 STATE = (mx.array, bool, int, float)
 # BatchNorm's statistics, which change although they are not trainable.
 STATISTICS = ("running_mean", "running_var")
-# Entries of a LossScaleOptimizer's state that are not saved with it: the scaler is
-# saved separately, max_grad_norm is a setting, and "written" repeats the weights.
+# Entries of a wrapper's state that are not saved with it: the scaler is saved
+# separately, max_grad_norm is a setting, and "written" repeats the weights.
 _UNSAVED = ("scaler.", "max_grad_norm", "written.")
 # How many bytes of each unsaved frozen weight to checksum. A sample is enough to detect
 # a different base model, and reading all of 4 GB would take seconds per save.
@@ -99,7 +106,7 @@ def save_checkpoint(
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group, call = find_group(optimizer, scaler), "save_checkpoint"
-    if isinstance(optimizer, Wrapper) and needs_init(optimizer.optimizer):
+    if isinstance(optimizer, MasterWeightOptimizer) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
     with raise_together(group, call):
         saved = capture(model, optimizer, scaler, frozen)._replace(extra=extra)
@@ -110,16 +117,19 @@ def save_checkpoint(
     keys = mx.distributed.all_gather(key, group=group)
     mx.eval(keys)  # on every rank
     saved.description["random"] = keys if shards is None else key
-    rank, run = group.rank(), Path(path)
-    writes = shards is not None or rank == 0
+    rank, run, checksums = group.rank(), Path(path), dict[str, int]()
+    part = name_part(None if shards is None else rank)
     with raise_together(group, call):
-        files = encode_checkpoint(saved) if writes else None
+        files = encode_checkpoint(saved) if part or rank == 0 else None
     with raise_together(group, call), ExitStack() as stack:
         hidden = add_checkpoint(run, keep)
         folder = run / share(lambda: stack.enter_context(hidden).name, group, call)
         with raise_together(group, call):
             if files is not None:
-                write_files(folder, files, None if shards is None else rank)
+                checksums = write_files(folder, part, files)
+        found = gather(checksums, group, call)
+        if rank == 0:
+            write_checksums(folder, dict(ChainMap(*found)))
 
 
 def capture(
@@ -132,13 +142,16 @@ def capture(
     weights, others = _split_weights(model, frozen)
     places = optimizer_places(optimizer)
     state = {path: box[key] for path, (box, key) in places.items()}
+    if isinstance(optimizer, MasterWeightOptimizer):
+        state = {path: x for path, x in state.items() if not path.startswith(_UNSAVED)}
+        for name, master in flatten(optimizer.masters(model.parameters())):
+            if f"masters.{name}" in state:  # a replaced weight is its own master
+                state[f"masters.{name}"] = master
     description = {
         "settings": describe_optimizer(optimizer),
         "next_rates": _next_rates(optimizer),
         "frozen": {name: fingerprint(x) for name, x in others.items()},
     }
-    if isinstance(optimizer, Wrapper):
-        state |= _current_masters(model, optimizer)
     numbers = None if scaler is None else scaler.state_dict()
     return Checkpoint(weights, state, numbers, {}, description)
 
@@ -150,7 +163,7 @@ def find_scaler(optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler |
             f"scaler must be a GradScaler, got {scaler!r}. Pass other values by name, "
             "such as step=5."
         )
-    if isinstance(optimizer, Wrapper):
+    if isinstance(optimizer, MasterWeightOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(
                 f"A {type(optimizer).__name__} has its own scaler. Do not pass one."
@@ -172,7 +185,7 @@ def find_group(optimizer: Optimizer, scaler: GradScaler | None) -> Group:
 
 def find_shards(model: nn.Module, optimizer: Optimizer) -> set[str] | None:
     """Return the paths of the parameters that are shards, or None without sharding."""
-    ranks = optimizer._ranks if isinstance(optimizer, Wrapper) else Ranks()
+    ranks = getattr(optimizer, "_ranks", Ranks())
     prefixes = tuple(
         f"{path}." if path else ""
         for path, module in model.named_modules()
@@ -209,7 +222,7 @@ def _is_of(path: str, parameters: set[str]) -> bool:
 
 
 def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
-    """Return the container and key of each optimizer value to save, by dotted path."""
+    """Return the container and key of each value of an optimizer, by dotted path."""
     places = {}
     for (path, container, key), value in walk(optimizer.state):
         name = ".".join(map(str, path))
@@ -221,20 +234,13 @@ def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
                 )
         elif isinstance(value, STATE):
             places[name] = container, key
-    if isinstance(optimizer, Wrapper):
-        return select_saved(places)
     return places
-
-
-def select_saved(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a wrapper's state, by path, that checkpoints contain."""
-    return {k: x for k, x in values.items() if not k.startswith(_UNSAVED)}
 
 
 def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the class, schedules and settings of each optimizer, any wrapper first."""
     rows: list[dict[str, Any]] = []
-    if isinstance(optimizer, Wrapper):
+    if isinstance(optimizer, MasterWeightOptimizer):
         values: dict[str, Any] = {
             "max_grad_norm": optimizer.max_grad_norm,
             "state_bits": optimizer._state_bits,
@@ -296,10 +302,3 @@ def _split_weights(
         if name in trainable or name.endswith(STATISTICS)
     }
     return saved, {name: x for name, x in own.items() if name not in saved}
-
-
-def _current_masters(model: nn.Module, optimizer: Wrapper) -> dict[str, mx.array]:
-    """Return the float32 master weights, updated if a weight was replaced."""
-    masters = flatten(optimizer.masters(model.parameters()))
-    known = optimizer.state.get("masters", {})
-    return {f"masters.{name}": x for name, x in masters if name in known}

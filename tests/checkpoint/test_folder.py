@@ -327,12 +327,12 @@ HOSTILE = {
     "extra is a number": put("extra", 7),
     "extra of no array": put("extra", {"step": {"array": "none"}}),
     "extra of no tuple": put("extra", {"step": {"tuple": 5}}),
-    "numbers are a list": put("numbers", [1]),
-    "number for an array": put("numbers", "layers.0.weight.m", 1),
+    "state is a list": put("optimizer", [1]),
+    "number for an array": put("optimizer", "layers.0.weight.m", 1),
     "scaler is a list": put("scaler", [1]),
     "scale is text": put("scaler", {"scale": LONG}),
-    "number is text": put("numbers", "text", "text"),
-    "number is a nest": put("numbers", "nest", [[1]]),
+    "number is text": put("optimizer", "text", "text"),
+    "number is a nest": put("optimizer", "nest", [[1]]),
 }
 
 
