@@ -6,7 +6,7 @@ It reads the shapes and dtypes of tensors, but not their data.
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from .torch_checkpoint import Tensor, plain_value, replace_tensors
 __all__ = ["describe", "main"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
+_PLAIN = {type(None), bool, int, float, str, bytes}
 _SHORT_LIST, _MAX_ROWS, _MAX_DEPTH = 8, 20_000, 12
 
 
@@ -87,7 +88,7 @@ def _read_folder(path: Path, errors: dict[str, str]) -> dict[str, Any]:
     folder, found = path, dict[str, Any]()
     with suppress(FileNotFoundError):
         folder = latest_checkpoint(path)
-    for file in sorted(folder.iterdir()):
+    for file in sorted([*folder.glob("*.*"), *folder.glob("rank-*/*.*")]):
         name = str(file.relative_to(path))
         if file.suffix not in _SUFFIXES or file.is_dir():
             continue
@@ -116,21 +117,23 @@ def _read(path: Path) -> Any:
 
 def _rows(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each value."""
-    plain = plain_value(value)
+    value = plain_value(value)
     pairs: Any = ()
-    if isinstance(plain, dict):
-        pairs = plain.items()
-    elif isinstance(plain, (list, tuple)) and not all(map(_is_plain, plain[:1000])):
-        pairs = enumerate(plain)
+    if isinstance(value, dict):
+        if [*value] == ["array"]:  # in training.json: the name of an array
+            return
+        pairs = value.items()
+    elif isinstance(value, (list, tuple)) and not _is_plain(value[:1000]):
+        pairs = enumerate(value)
     if not pairs or len(path) == _MAX_DEPTH:
-        yield "/".join(path) or "the file itself", _text(plain)
+        yield "/".join(path) or "the file itself", _text(value)
     else:
         for key, item in pairs:
             yield from _rows(item, (*path, _text(key)))
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, bytes))
+def _is_plain(values: Collection[Any]) -> bool:
+    return {*map(type, values)} <= _PLAIN
 
 
 def _text(value: Any) -> str:
@@ -139,7 +142,7 @@ def _text(value: Any) -> str:
         name = value.dtype if isinstance(value, Tensor) else dtype_name(value)
         return f"{name} {'x'.join(map(str, value.shape)) or 'scalar'}"
     if isinstance(value, (dict, list, tuple, set, frozenset)):
-        is_short = len(value) <= _SHORT_LIST and all(map(_is_plain, value))
+        is_short = len(value) <= _SHORT_LIST and _is_plain(value)
         if value and (isinstance(value, dict) or not is_short):
             return f"{type(value).__name__} of {len(value)}"
         kind: Any = type(value)

@@ -29,18 +29,16 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
             ``.safetensors``, ``.pt`` or ``.pt.gz``.
         state (dict): The result of ``GradScaler.state_dict``.
     """
-    suffix = _suffix(path)
-    if suffix == ".safetensors":
+    kind, is_packed = _parse_suffix(path)
+    if kind == ".safetensors":
         write_arrays(path, {name: mx.array(x) for name, x in state.items()})
         return
-    if suffix.startswith(".json"):
-        data = (json.dumps(state, indent=2) + "\n").encode()
-    else:
-        buffer = io.BytesIO()
-        torch_checkpoint.save(buffer, state)
-        data = buffer.getvalue()
+    buffer = io.BytesIO((json.dumps(state, indent=2) + "\n").encode())
+    if kind == ".pt":
+        torch_checkpoint.save(buffer := io.BytesIO(), state)
+    data = buffer.getvalue()
     with atomic_write(path) as file:
-        file.write(gzip.compress(data, mtime=0) if suffix.endswith(".gz") else data)
+        file.write(gzip.compress(data, mtime=0) if is_packed else data)
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -50,40 +48,38 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: If the file has an unknown suffix, cannot be decoded, is too large
             to be the state of a scaler, or does not contain a dict.
     """
-    suffix = _suffix(path)
+    kind, is_packed = _parse_suffix(path)
     with open(path, "rb", opener=open_file) as file:
         try:
-            source: Any = gzip.GzipFile(fileobj=file) if suffix[-1] == "z" else file
-            state = _decode(source.read(_LARGEST + 1), path, suffix)
+            source: Any = gzip.GzipFile(fileobj=file) if is_packed else file
+            data = source.read(_LARGEST + 1)
+            if len(data) > _LARGEST:
+                raise ValueError(
+                    "the file is too large to be the state of a GradScaler. If it is a "
+                    "PyTorch checkpoint, load its scaler with scaler.load_state_dict("
+                    'mlx_gradscale.torch_checkpoint.load(path)["scaler"]).'
+                )
+            if kind == ".safetensors":
+                state = {name: x.item() for name, x in read_arrays(path).items()}
+            else:
+                load: Any = json.loads if kind == ".json" else torch_checkpoint.load
+                state = load(data)
+            if not isinstance(state, dict):
+                raise ValueError(
+                    f"it contains a value of type {type(state).__name__}, not a dict. "
+                    "Save the result of scaler.state_dict()."
+                )
         except (ValueError, RuntimeError, OSError, EOFError, zlib.error) as error:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
-    if not isinstance(state, dict):
-        raise ValueError(
-            f"{os.fspath(path)} contains a value of type {type(state).__name__}, not a "
-            "dict. Save the result of scaler.state_dict()."
-        )
     return state
 
 
-def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
-    if len(data) > _LARGEST:
-        raise ValueError(
-            "the file is too large to be the state of a GradScaler. If it is a PyTorch "
-            "checkpoint, load its scaler with scaler.load_state_dict("
-            'mlx_gradscale.torch_checkpoint.load(path)["scaler"]).'
-        )
-    if suffix == ".safetensors":
-        return {name: x.item() for name, x in read_arrays(path).items()}
-    if suffix.startswith(".json"):
-        return json.loads(data)
-    return torch_checkpoint.load(data)
-
-
-def _suffix(path: str | os.PathLike[str]) -> str:
+def _parse_suffix(path: str | os.PathLike[str]) -> tuple[str, bool]:
+    """Return the suffix of a path without ``.gz``, and whether it had one."""
     name = Path(path).name
     for suffix in _SUFFIXES:
         if name.endswith(suffix):
-            return suffix
+            return suffix.removesuffix(".gz"), suffix.endswith(".gz")
     raise ValueError(
         f"{name!r} has an unknown suffix. Use one of {', '.join(_SUFFIXES)}."
     )

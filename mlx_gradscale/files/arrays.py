@@ -3,7 +3,7 @@
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 
@@ -12,46 +12,37 @@ from .atomic import atomic_write
 from .paths import open_file
 
 
-def open_arrays(
-    path: str | os.PathLike[str], opener: Callable[[str, int], int] = open_file
-) -> dict[str, mx.array]:
+def open_arrays(path: str | os.PathLike[str]) -> dict[str, mx.array]:
     """Return the arrays of a safetensors file, whose data is read when it is used.
 
     Raises:
         ValueError: If the file is invalid.
     """
-    shown = os.fspath(path)
-    descriptor = opener(shown, os.O_RDONLY)
-    size = os.fstat(descriptor).st_size
-    os.close(descriptor)
+    name = os.fspath(path)
+    with open(path, "rb", opener=open_file) as file:
+        size = os.fstat(file.fileno()).st_size
     try:
-        arrays: dict[str, mx.array] = mx.load(
-            shown, format="safetensors", stream=mx.cpu
-        )  # type: ignore[assignment]
-    except Exception as error:  # MLX raises several types
-        text = f"{shown} cannot be read as safetensors: {error}"
-        raise ValueError(text) from error
-    # MLX does not notice dimensions that overflow, or tensors that overlap.
-    is_sound = all(
-        x.ndim <= 32 and min(x.shape, default=0) >= 0 for x in arrays.values()
-    )
-    total = sum(math.prod(x.shape) * x.itemsize for x in arrays.values())
-    if not is_sound or total > size:
-        raise ValueError(
-            f"{shown} cannot be read as safetensors: its shapes do not match its size."
+        arrays: dict[str, mx.array] = mx.load(name, "safetensors", stream=mx.cpu)  # type: ignore[assignment]
+        # MLX does not notice dimensions that overflow, or tensors that overlap.
+        nbytes = sum(math.prod(x.shape) * x.itemsize for x in arrays.values())
+        is_sound = all(
+            x.ndim <= 32 and min(x.shape, default=0) >= 0 for x in arrays.values()
         )
+        if not is_sound or nbytes > size:
+            raise ValueError("its shapes do not match its size.")
+    except Exception as error:  # MLX raises several types
+        text = f"{name} cannot be read as safetensors: {error}"
+        raise ValueError(text) from error
     return arrays
 
 
-def read_arrays(
-    path: str | os.PathLike[str], opener: Callable[[str, int], int] = open_file
-) -> dict[str, mx.array]:
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, mx.array]:
     """Read the arrays of a safetensors file; the metadata is ignored.
 
     Raises:
         ValueError: If the file is invalid.
     """
-    arrays = open_arrays(path, opener)
+    arrays = open_arrays(path)
     mx.eval(arrays)
     return arrays
 

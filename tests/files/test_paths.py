@@ -1,4 +1,4 @@
-"""Names and paths of files, and JSON within bounds."""
+"""Paths of files, and JSON within bounds."""
 
 import os
 import signal
@@ -9,16 +9,8 @@ import pytest
 from mlx_gradscale import GradScaler, float32_layers, torch_checkpoint
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.files.arrays import read_arrays
-from mlx_gradscale.files.paths import check_file, check_name, contains, read_json
+from mlx_gradscale.files.paths import check_file, contains, read_json
 from mlx_gradscale.inspect import describe
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "a/b", "a\\b", "/etc/passwd", "a\nb", "\x1b[2J", None, 3]
-)
-def test_name_of_more_than_one_plain_component_is_refused(name):
-    with pytest.raises(ValueError, match="which is not a plain file name"):
-        check_name(name, "index.json")
 
 
 def test_folder_contains_its_files_but_not_similar_names(tmp_path):
@@ -29,16 +21,12 @@ def test_folder_contains_its_files_but_not_similar_names(tmp_path):
     assert not contains(tmp_path / "run", tmp_path)
 
 
-def test_check_file_refuses_paths_that_must_not_be_replaced(tmp_path):
+def test_check_file_refuses_existing_paths(tmp_path):
     (tmp_path / "old").touch()
-    os.mkfifo(tmp_path / "pipe")
     check_file(tmp_path / "new")
     check_file(tmp_path / "old", overwrite=True)
     with pytest.raises(FileExistsError, match="--overwrite"):
         check_file(tmp_path / "old")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(OSError, match="is not a regular file"):
-            check_file(path, overwrite=True)
 
 
 @pytest.mark.parametrize(
