@@ -119,7 +119,7 @@ def lost_updates(
     lost, stuck = _shares(sums.values())
     dtypes = {x.dtype for _, x in flatten(weights) if is_floating(x)}
     names = " and ".join(sorted(map(dtype_name, dtypes.intersection(HALF) or dtypes)))
-    at = "" if rate is None else f" at {rate.item():.3g}".replace("e-0", "e-")
+    at = "" if rate is None else f" at {float(rate):.3g}".replace("e-0", "e-")
     verdict = f"Plain {names} would lose {_format(lost)} of an update{at}."
     if any(x[-1].item() for x in sums.values()):
         verdict = (

@@ -7,6 +7,7 @@ the history at that moment. To resume, it replaces two names in mlx-lm's module 
 ``TrainUI``, so that the progress does, too.
 """
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -26,10 +27,11 @@ from mlx_lm.tuner import trainer
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 
 from ..checkpoint import restore_checkpoint, save_checkpoint
+from ..core.masters import HALF
 from ..core.notices import LOW_SCALE
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
-from ..diagnostics import LossScaleCallback, ScaleHistory
+from ..diagnostics import LossScaleCallback, ScaleHistory, lost_updates
 from ..diagnostics.calibrate import NoScaleFits, calibrate
 from ..files.text import dtype_name, plural, power
 from ..float32 import float32_layers
@@ -79,6 +81,8 @@ class Training:
         self.was_called = True
         self._model, self._args, self._dataset = model, args, train_dataset
         self.prepare(model)
+        if self._options.fine_tune_type == "full" and not self._options.resume:
+            self._print_lost_updates(optimizer)
         self.optimizer = self._wrap(optimizer)
         self.optimizer.init(model.trainable_parameters())
         self._callback = LossScaleCallback(self.optimizer, training_callback)
@@ -135,10 +139,10 @@ class Training:
         self._callback.on_val_loss_report(info)
 
     def _wrap(self, optimizer: Optimizer) -> LossScaleOptimizer:
-        world, options = mx.distributed.init(), self._options
-        scale, dtypes = self._loss_scale, _dtypes(self._model.parameters()).split()
-        if options.loss_scale is None and "float16" not in dtypes:
-            scale = 1.0
+        world, options, scale = mx.distributed.init(), self._options, self._loss_scale
+        if options.loss_scale is None:
+            has_float16 = mx.float16 in _dtypes(self._model.parameters())
+            scale = scale if has_float16 else 1.0
         is_group = world.size() > 1
         return LossScaleOptimizer(
             optimizer,
@@ -172,10 +176,28 @@ class Training:
                 f"{scale:.2g}, where small gradients underflow to zero. {_HELP}"
             )
 
+    def _print_lost_updates(self, optimizer: Optimizer) -> None:
+        """Print what plain bfloat16 would lose of the first update, on rank 0."""
+        if mx.bfloat16 not in _dtypes(self._model.trainable_parameters()):
+            return
+        if mx.distributed.init().rank() > 0:
+            return
+        plain = copy.deepcopy(optimizer)
+        if schedule := plain._schedulers.pop("learning_rate", None):
+            # The first rate may be zero, and no rate loses less than the highest.
+            n_updates = self._args.iters // self._args.grad_accumulation_steps
+            plain.learning_rate = mx.max(schedule(mx.arange(max(n_updates, 1))))
+        self._model.train()
+        model, batch = self._model, next(self._batches(0))
+        rprint(lost_updates(plain, model, default_loss, model, *batch).verdict)
+
     def _print_dtypes(self) -> None:
-        scaler, trained = self.optimizer.scaler, self._model.trainable_parameters()
-        parts = [f"Training {_dtypes(trained)} weights"]
-        if "float16" in _dtypes(trained):  # or bfloat16
+        scaler, dtypes = (
+            self.optimizer.scaler,
+            _dtypes(self._model.trainable_parameters()),
+        )
+        parts = [f"Training {' '.join(sorted(map(dtype_name, dtypes)))} weights"]
+        if not dtypes.isdisjoint(HALF):
             parts.append(f"master weights in {self._options.state_bits or 32} bits")
         if scaler.state["dynamic"] or scaler.get_scale() != 1:
             kind = "dynamic, from" if scaler.state["dynamic"] else "fixed at"
@@ -313,10 +335,9 @@ def _count_tokens(batch: mx.array, lengths: mx.array) -> int:
     return int(np.maximum(last - first + 1, 0).sum())
 
 
-def _dtypes(parameters: Any) -> str:
+def _dtypes(parameters: Any) -> set[mx.Dtype]:
     dtypes = {x.dtype for _, x in tree_flatten(parameters)}
-    floating = [x for x in dtypes if mx.issubdtype(x, mx.floating)]
-    return " ".join(sorted(map(dtype_name, floating)))
+    return {x for x in dtypes if mx.issubdtype(x, mx.floating)}
 
 
 def _warn(text: str) -> None:

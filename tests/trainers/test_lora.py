@@ -17,6 +17,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 import mlx_lm.lora
 import mlx_lm.tuner.trainer as trainer
 from mlx_lm.models.llama import TransformerBlock as Block
+from support.helpers import bits
 from support.lora_parts import make_data, make_model
 from support.ring import run_ranks
 
@@ -130,6 +131,29 @@ def test_bfloat16_run_has_master_weights_and_no_loss_scale(place, tmp_path, caps
     assert "Training bfloat16 weights; master weights in 32 bits\n" in out
     assert "scale" not in out
     assert "Iter 12: skipped 0" in out
+
+
+def test_bfloat16_run_prints_what_it_would_lose_at_its_highest_rate(
+    place, tmp_path, monkeypatch, capsys
+):
+    rates = "{name: cosine_decay, warmup: 2, arguments: [1e-5, 20]}"
+    given = (*FULL, "--dtype", "bfloat16", *yaml(tmp_path, f"lr_schedule: {rates}"))
+
+    def run(name, *more):
+        given_here = arguments(place, tmp_path / name, *given, "--iters", "6", *more)
+        assert main(given_here) == 0
+        weights = mx.load(str(tmp_path / name / "adapters.safetensors"))
+        return re.findall("Plain .*", capsys.readouterr().out), bits(weights)
+
+    printed, weights = run("a")
+    assert re.fullmatch(
+        r"Plain bfloat16 would lose 8\d% of an update at 1e-5\.", *printed
+    )
+    assert run("a", "--resume", "--iters", "7")[0] == []
+    assert run("b", "--dtype", "float32")[0] == []
+    # Asking uses up neither the batch nor a random number.
+    monkeypatch.setattr(lora_training.Training, "_print_lost_updates", lambda *_: None)
+    assert run("c") == ([], weights)
 
 
 def test_float16_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
