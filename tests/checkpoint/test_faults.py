@@ -7,28 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.checkpoint_writers import FaultPoints, small
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
 
 TESTS = Path(__file__).parents[1]
-WRITERS = TESTS / "support" / "checkpoint_writers.py"
 POINTS = FaultPoints()
-
-
-def start(*arguments):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    }
-    command = [sys.executable, str(WRITERS), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process):
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
 
 
 def restored(folder):
@@ -43,14 +27,16 @@ def kept(run):
     return [restored(path) for path in sorted(run.iterdir()) if path.name[0] != "."]
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("killed")
-    finish(start("killed", folder))
-    return sorted(folder.iterdir(), key=lambda path: int(path.name))
-
-
-def test_kill_at_any_point_leaves_whole_checkpoints_and_no_lasting_files(killed):
+def test_kill_at_any_point_leaves_whole_checkpoints_and_no_lasting_files(tmp_path):
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    program = [sys.executable, str(TESTS / "support" / "checkpoint_writers.py")]
+    subprocess.run(
+        [*program, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=600,
+        check=True,
+    )
+    killed = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(killed) > 20
     newest = [restored(run) for run in killed]
     assert newest == sorted(newest)  # the old one up to a point, then the new one

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from support.checkpoint_runs import KINDS
-from support.checkpoint_writers import nested, small
+from support.checkpoint_writers import small
 from support.helpers import bits
 
 from mlx_gradscale import (
@@ -72,64 +72,49 @@ def test_single_checkpoint_is_not_mistaken_for_the_folder_of_a_run(tmp_path):
     assert step_in(tmp_path) == 0
 
 
-def test_saving_leaves_other_files_in_the_folder_alone(tmp_path):
-    theirs = {
-        "training.json",
-        "model.safetensors",
-        ".save.tmp",
-        "save-2",
-        "save-000002",
-    }
-    for name in theirs:
-        (tmp_path / name).write_text("mine")
-    (tmp_path / ".save-other.0123456789abcdef.tmp").mkdir()
-    (tmp_path / "save-000004").symlink_to("nowhere")
-    before = {*names(tmp_path)}
-    save_steps(tmp_path, 0, 1, 2)
-    assert {*names(tmp_path)} - before == {"save-000007"}
-    assert step_in(tmp_path) == 2
-    assert all((tmp_path / name).read_text() == "mine" for name in theirs)
+def save_with(name, content=b"mine"):
+    """Return a function that adds a file to a checkpoint, and lists its files."""
+
+    def add(run):
+        save_steps(run, -1)
+        save = latest_checkpoint(run)
+        (save / name).parent.mkdir(exist_ok=True)
+        (save / name).write_bytes(content)
+        return [path for path in save.rglob("*") if path.is_file()]
+
+    return add
 
 
-def foreign_folder(run):
+def foreign_folder(run, checksums='{"notes.txt": 1}'):
     folder = run / "save-000009"
     folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    (folder / "checksums.json").write_text('{"notes.txt": 1}')
-    return [folder / "notes.txt", folder / "checksums.json"]
+    (folder / "checksums.json").write_text(checksums)
+    return [folder / "checksums.json"]
 
 
-def added_file(run):
-    save_steps(run, -1)
-    (latest_checkpoint(run) / "config.json").write_text("mine")
-    return [latest_checkpoint(run) / name for name in [*FILES, "config.json"]]
+def other_names(run):
+    run.mkdir()
+    for name in ("training.json", "model.safetensors", "save-2", "save-000002"):
+        (run / name).write_text("mine")
+    files = [*run.iterdir()]
+    (run / "save-000004").symlink_to("nowhere")
+    return files
 
 
-def added_folder(run):
-    save_steps(run, -1)
-    folder = latest_checkpoint(run) / "fused"
-    folder.mkdir()
-    (folder / "model.safetensors").write_text("mine")
-    return [folder / "model.safetensors"]
+THEIRS = [foreign_folder, other_names, save_with("config.json")]
+THEIRS += [save_with("fused/model.safetensors"), save_with("checksums.json", b"[]")]
 
 
-def unknown_checkpoint(run):
-    save_steps(run, -1)
-    (latest_checkpoint(run) / "checksums.json").write_text("[]")
-    return [latest_checkpoint(run) / name for name in FILES]
-
-
-@pytest.mark.parametrize(
-    "add", [foreign_folder, added_file, added_folder, unknown_checkpoint]
-)
+@pytest.mark.parametrize("add", THEIRS)
 def test_save_never_removes_what_no_save_has_written(add, tmp_path):
     run = tmp_path / "run"
     theirs = {path: path.read_bytes() for path in add(run)}
+    before = names(run)
     save_steps(run, 0, 1, 2)
     assert {path: path.read_bytes() for path in theirs} == theirs
     assert step_in(run) == 2
-    assert len(names(run)) == 2  # theirs, and the newest checkpoint
-    assert names(run)[1] > names(run)[0]
+    (new,) = {*names(run)} - {*before}
+    assert new > max(["", *(name for name in before if "save-0" in name)])
 
 
 def test_folder_of_the_user_does_not_hide_that_there_is_no_checkpoint(tmp_path):
@@ -315,21 +300,15 @@ HOSTILE = {
     "no content": lambda run: b'{"format": "mlx_gradscale", "version": 1}',
     "a deep nest": lambda run: b"[" * 10**5,
     "a long text": lambda run: b" " * 2**24 + b"{}",
-    "no UTF-8": lambda run: b"\xff{}",
     "long names": put("frozen", LONG, "float32 (2,) 00000000"),
     "long class": put("settings", 0, "class", LONG),
-    "deep setting": put("settings", 0, "values", {"betas": nested(500)}),
-    "frozen is a number": put("frozen", "layers.0.bias", 5),
     "frozen of no dtype": put("frozen", "layers.0.bias", LONG),
-    "no keys": put("random", []),
     "keys of another dtype": put("random", {"array": "optimizer.step"}),
     "keys of another shape": put("random", {"array": "optimizer.layers.0.weight.m"}),
     "extra is a number": put("extra", 7),
     "extra of no array": put("extra", {"step": {"array": "none"}}),
-    "extra of no tuple": put("extra", {"step": {"tuple": 5}}),
     "state is a list": put("optimizer", [1]),
     "number for an array": put("optimizer", "layers.0.weight.m", 1),
-    "scaler is a list": put("scaler", [1]),
     "scale is text": put("scaler", {"scale": LONG}),
     "number is text": put("optimizer", "text", "text"),
     "number is a nest": put("optimizer", "nest", [[1]]),

@@ -20,27 +20,19 @@ def arrays():
     made = {str(d): mx.arange(6.0).reshape(2, 3).astype(d) for d in DTYPES}
     made["transposed"] = mx.arange(6).reshape(2, 3).T
     made["strided"] = mx.arange(12)[::2]
-    made["scalar"] = mx.array(7)
+    made |= {"scalar": mx.array(7), "empty": mx.zeros((0, 3), mx.int8)}
     return made
 
 
-def test_arrays_come_back_bit_identical(tmp_path):
-    made = arrays() | {"empty": mx.zeros((0, 3), mx.int8)}
-    write_arrays(tmp_path / "a", made, {"format": "mlx"})
-    found = read_arrays(tmp_path / "a")
-    assert bits(found) == bits(made)
-
-
-def test_safetensors_files_are_interchangeable_with_mlx(tmp_path):
-    path = str(tmp_path / "a.safetensors")
-    write_arrays(path, arrays(), {"format": "mlx"})
+def test_arrays_are_interchangeable_with_mlx_and_bit_identical(tmp_path):
+    path, made = str(tmp_path / "a.safetensors"), arrays()
+    write_arrays(path, made, {"format": "mlx"})
+    assert bits(read_arrays(path)) == bits(made)
     loaded, metadata = mx.load(path, return_metadata=True)
-    assert bits(loaded) == bits(arrays())
+    assert bits(loaded) == bits(made)
     assert metadata == {"format": "mlx"}
-    mx.save_safetensors(path, arrays(), {"by": "mlx"})
-    assert bits(read_arrays(path)) == bits(arrays())
-    mx.save_safetensors(path, {"w": mx.ones(2)})  # writes null as metadata
-    assert bits(read_arrays(path)) == bits({"w": mx.ones(2)})
+    mx.save_safetensors(path, made)  # writes null as metadata
+    assert bits(read_arrays(path)) == bits(made)
 
 
 def test_shapes_are_read_without_the_data(tmp_path):
@@ -66,6 +58,11 @@ def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
     return {"shape": shape, "dtype": dtype, "data_offsets": offsets}
 
 
+def file_of(header, data=bytes(8)):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
 HOSTILE = {
     "product beyond 2**64": {"a": entry([2**33, 2**33])},
     "dimension beyond 2**31": {"a": entry(), "b": entry([2**31, 0], offsets=[8, 8])},
@@ -76,48 +73,24 @@ HOSTILE = {
     "other size": {"a": entry([3])},
     "before the data": {"a": entry(offsets=[-8, 0])},
     "beyond the file": {"a": entry([4], offsets=[0, 16])},
-    "end before start": {"a": entry([0], offsets=[8, 0])},
     "one offset": {"a": entry(offsets=[8])},
-    "offsets are text": {"a": entry(offsets="08")},
     "dtype is a list": {"a": entry(dtype=["F32"])},
     "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
-    "entry is a number": {"a": 1},
     "a list": [1],
+    "deep": b"[" * 10**5,
+    "cut off": b'{"a": 1',
+    "no UTF-8": b"\xff\xfe",
 }
+FILES = {kind: file_of(header) for kind, header in HOSTILE.items()}
+FILES |= {"empty file": b"", "long header": struct.pack("<Q", 2**63) + b"{}"}
 
 
-def file_of(header, data=bytes(8)):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_header_is_a_short_error(kind, tmp_path):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(file_of(HOSTILE[kind]))
+@pytest.mark.parametrize("kind", FILES)
+def test_hostile_file_is_a_short_error(kind, tmp_path):
+    (tmp_path / "a").write_bytes(FILES[kind])
     with pytest.raises(ValueError, match="cannot be read as safetensors") as caught:
-        read_arrays(path)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x01",
-        bytes(8),
-        struct.pack("<Q", 2**63) + b"{}",
-        struct.pack("<Q", 3) + b"{}",
-        file_of(b"[" * 10**5),
-        file_of(b'{"a": 1'),
-        file_of(b"\xff\xfe"),
-    ],
-    ids=range(8),
-)
-def test_file_without_a_header_is_an_error(data, tmp_path):
-    (tmp_path / "a").write_bytes(data)
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
         read_arrays(tmp_path / "a")
+    assert len(str(caught.value)) < 400
 
 
 def test_mutated_files_load_or_raise_value_error(tmp_path):
@@ -125,7 +98,7 @@ def test_mutated_files_load_or_raise_value_error(tmp_path):
     good = file_of({"a": entry(), "b": entry([2, 0], "I8", [8, 8])})
     header = len(good) - 8
     n_errors = 0
-    for _ in range(3000):
+    for _ in range(1000):
         data = bytearray(good)
         for _ in range(chosen.randint(1, 4)):
             data[chosen.randrange(header)] = chosen.choice(b'0123456789[]{}-,":.eF\xff')
@@ -136,4 +109,4 @@ def test_mutated_files_load_or_raise_value_error(tmp_path):
             n_errors += 1
         else:
             assert sum(x.nbytes for x in found.values()) <= 16
-    assert n_errors > 1000
+    assert n_errors > 300

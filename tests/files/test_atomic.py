@@ -47,32 +47,32 @@ def test_next_writer_removes_temporary_folders_of_killed_writers(tmp_path):
 
 @each_kind
 def test_old_content_is_replaced_only_when_the_writer_finishes(kind, tmp_path):
-    write(kind, tmp_path / "out", "old")
-    with WRITERS[kind](tmp_path / "out") as opened:
+    out = tmp_path / "out"
+    write(kind, out, "old")
+    with pytest.raises(KeyboardInterrupt), WRITERS[kind](out):
+        raise KeyboardInterrupt
+    assert owner(out) == "old"
+    with WRITERS[kind](out) as opened:
         fill(opened, "new")
-        assert owner(tmp_path / "out") == "old"
-    assert owner(tmp_path / "out") == "new"
+        assert owner(out) == "old"
+    assert owner(out) == "new"
     assert names(tmp_path) == {"out"}
 
 
 @each_kind
-def test_concurrent_writers_do_not_remove_each_others_files(kind, tmp_path):
-    with WRITERS[kind](tmp_path / "out") as first:
-        with WRITERS[kind](tmp_path / "other") as second:
-            fill(second, "second")
-            write("file", tmp_path / "third")
+@pytest.mark.parametrize("name", ["x" * 255, "ü" * 127], ids=["ascii", "umlauts"])
+def test_longest_names_can_be_written(kind, name, tmp_path):
+    write(kind, tmp_path / name)
+    assert names(tmp_path) == {name}
+
+
+def test_concurrent_writers_do_not_remove_each_others_files(tmp_path):
+    with atomic_folder(tmp_path / "folder") as first, atomic_write(tmp_path / "out"):
+        write("folder", tmp_path / "other", "second")
+        write("file", tmp_path / "out")
         fill(first, "first")
-    assert names(tmp_path) == {"out", "other", "third"}
-    assert owner(tmp_path / "out") == "first"
-    assert owner(tmp_path / "other") == "second"
-
-
-def test_last_writer_of_a_file_wins(tmp_path):
-    with atomic_write(tmp_path / "out") as first:
-        write("file", tmp_path / "out", "second")
-        first.write(b"first")
-    assert owner(tmp_path / "out") == "first"
-    assert names(tmp_path) == {"out"}
+    assert names(tmp_path) == {"folder", "other", "out"}
+    assert owner(tmp_path / "folder") == "first"
 
 
 def test_files_with_similar_names_are_neither_opened_nor_removed(tmp_path):
@@ -83,22 +83,6 @@ def test_files_with_similar_names_are_neither_opened_nor_removed(tmp_path):
     before = names(tmp_path)
     write("folder", tmp_path / "out")
     assert names(tmp_path) == before | {"out"}
-
-
-@each_kind
-@pytest.mark.parametrize("name", ["x" * 255, "ü" * 127], ids=["ascii", "umlauts"])
-def test_longest_names_can_be_written(kind, name, tmp_path):
-    write(kind, tmp_path / name)
-    assert names(tmp_path) == {name}
-
-
-@each_kind
-def test_error_leaves_the_old_content_and_no_temporary_file(kind, tmp_path):
-    write(kind, tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt), WRITERS[kind](tmp_path / "out"):
-        raise KeyboardInterrupt
-    assert names(tmp_path) == {"out"}
-    assert owner(tmp_path / "out") == "mine"
 
 
 def test_folder_replaces_an_empty_folder_but_never_a_file(tmp_path):

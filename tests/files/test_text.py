@@ -28,19 +28,17 @@ def test_dtype_name_is_the_same_for_an_array_and_its_dtype(dtype):
     assert text.dtype_name(mx.float16) == "float16"
 
 
-NUMBERS = {65536.0: "2^16", 0.5: "2^-1", 1000.0: "1000", 0.0: "0.0", -2.0: "-2.0"}
-
-
-@pytest.mark.parametrize("value", NUMBERS)
-def test_powers_of_two_are_written_as_powers(value):
-    assert text.power(value) == NUMBERS[value]
-    assert text.power(float("inf")) == "inf"
-
-
-def test_only_an_exact_zero_is_printed_as_zero_percent():
-    assert [*map(text.percent, (0.0, 1e-7, 0.5))] == ["0", "<0.01%", "50.00%"]
-
-
-def test_one_thing_is_singular_and_other_counts_are_plural():
-    counts = [text.plural(n, "step") for n in (0, 1, 2, 1000)]
-    assert counts == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+@pytest.mark.parametrize(
+    ("write", "texts"),
+    [
+        (
+            text.power,
+            {65536.0: "2^16", 0.5: "2^-1", 1000.0: "1000", 0.0: "0.0", -2.0: "-2.0"},
+        ),
+        (text.percent, {0.0: "0", 1e-7: "<0.01%", 0.5: "50.00%"}),
+        (lambda n: text.plural(n, "step"), {1: "1 step", 1000: "1,000 steps"}),
+    ],
+    ids=["power", "percent", "plural"],
+)
+def test_numbers_are_written_for_people(write, texts):
+    assert {value: write(value) for value in texts} == texts

@@ -1,8 +1,4 @@
-"""Programs that save checkpoints and are killed, or compete with each other.
-
-python checkpoint_writers.py killed FOLDER      at each point of a save with keep=3
-python checkpoint_writers.py many FOLDER COUNT FIRST    saves, as one of two writers
-"""
+"""python checkpoint_writers.py FOLDER: kill saves with keep=3 at each point."""
 
 import os
 import shutil
@@ -87,10 +83,5 @@ def killed(folder):
             sys.exit(1)
 
 
-def many(folder, count, first):
-    for step in range(int(first), int(first) + int(count)):
-        save_checkpoint(folder, *small(step), keep=3, step=step)
-
-
 if __name__ == "__main__":
-    {"killed": killed, "many": many}[sys.argv[1]](*sys.argv[2:])
+    killed(sys.argv[1])
