@@ -13,10 +13,11 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from ..checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.save import WRAPPERS, capture, find_scaler
-from ..core.masters import join, to_float32
+from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
+from ..core.state import decode
 from ..core.trees import restore, snapshot
 from ..files.text import list_some
 from ..torch_checkpoint import replace_tensors
@@ -418,15 +419,13 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
     if settings and settings[0]["class"] in WRAPPERS:
-        state, settings = {}, settings[1:]
-        for name, x in saved.optimizer.items():
-            kind, _, path = name.partition(".")
-            if kind == "masters":
-                weights[path] = x
-            elif kind == "remainders":
-                weights[path] = join(saved.weights[path], x).master
-            elif kind == "optimizer":
-                state[path] = x
+        bits, settings = settings[0]["values"]["state_bits"], settings[1:]
+        decoded = saved.optimizer
+        if bits != 32:
+            inner = rebuild(settings, _without_prefix("optimizer", decoded))
+            decoded = decode(decoded, inner, bits, weights)
+        state = _without_prefix("optimizer", decoded)
+        weights |= _without_prefix("masters", decoded)
     # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
         state, settings = {}, []
@@ -437,6 +436,12 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
         scaler = checked.state_dict()
     description = saved.description | {"settings": settings}
     return Checkpoint(weights, state, scaler, saved.extra, description)
+
+
+def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries whose path starts with a name, without that name."""
+    start = f"{prefix}."
+    return {k.removeprefix(start): x for k, x in arrays.items() if k.startswith(start)}
 
 
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:

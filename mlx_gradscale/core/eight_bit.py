@@ -37,84 +37,128 @@ Each detail was measured against its alternatives:
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
+from mlx.optimizers import Adam, AdamW, Optimizer
 
+from . import fusion
+from .masters import HALF, Dither, Joined, Moments, Result, Stored, is_own, to_float32
+from .sixteen_bit import SixteenBit, spread
+
+# The optimizers whose moments have codes. A subclass may use them in another way.
+_CODED = (Adam, AdamW)
 _T = math.sqrt(252)
-# The square root of 2 and the golden ratio, modulo 1, times 2**32. Multiples of a
-# quadratic irrational are spread more evenly than random numbers.
-_A, _B = 1779033703, 2654435769
+# Below, the largest code of v stands for a gradient of less than 60.
+_LEAST_EPS = 1e-12
 
 
-class Dither(NamedTuple):
-    """The numbers a and b of one step."""
+class EightBit(SixteenBit):
+    """How master weights and moments are stored in 8 bits."""
 
-    a: mx.array
-    b: mx.array
+    dtypes = (mx.int8, mx.uint8)
+
+    def split(self, master: mx.array, weight: mx.array) -> Stored:
+        """Store the rounding error of a weight, rounded to the nearest code."""
+        error = mx.nan_to_num(master.astype(mx.float32) - to_float32(weight), 0, 0, 0)
+        return {"remainders": _steps(error, weight, 0.5)}
+
+    def join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
+        """Return a master weight from its weight and the stored remainder."""
+        value = to_float32(weight)
+        if not stored or weight.dtype not in HALF:
+            return Joined(value)
+        r = stored["remainders"].astype(mx.float32) / _T / _T
+        return Joined(value + r * ulp(weight))
+
+    def select(
+        self, applied: mx.array, result: Result, dither: Dither
+    ) -> tuple[mx.array, Stored]:
+        """Select a weight, with the remainder of its master weight if it has one."""
+        if not result.stored:
+            return super().select(applied, result, dither)
+        parameter = result.parameter
+        rounded, remainder = round_master(result.new, parameter, dither[0])
+        remainder = mx.where(applied, remainder, result.stored["remainders"])
+        weight = fusion.select(applied, rounded, parameter, result.moments)
+        return weight, {"remainders": remainder}
+
+    def dither(self, count: mx.array) -> Dither:
+        """Return a, b, and the factor for bfloat16 moments."""
+        b, a = spread(count)
+        spread_b = 1 - _T * mx.log1p(b * math.expm1(1 / _T))
+        return a, spread_b, *super().dither(count)
+
+    def decode(self, optimizer: Optimizer, moments: Moments) -> Moments:
+        """Return the moments of Adam from their codes, and others in float32."""
+        if type(optimizer) not in _CODED or moments["m"].dtype != mx.int8:
+            return super().decode(optimizer, moments)
+        return decode(moments, optimizer.eps)  # type: ignore[attr-defined]
+
+    def encode(
+        self,
+        optimizer: Optimizer,
+        shape: tuple[int, ...],
+        moments: Moments,
+        dither: Dither = (),
+    ) -> Moments:
+        """Return codes for the moments of Adam, and others in bfloat16."""
+        if type(optimizer) not in _CODED:
+            return super().encode(optimizer, shape, moments, dither[2:])
+        if not is_own(moments["m"], shape):
+            return moments
+        eps = optimizer.eps  # type: ignore[attr-defined]
+        if not eps >= _LEAST_EPS:
+            raise ValueError(
+                f"state_bits=8 requires an eps of at least {_LEAST_EPS}, but "
+                f"{type(optimizer).__name__} has eps={eps}. Use state_bits=16."
+            )
+        return encode(moments, eps, *dither[:2])
 
 
-# Without dither, codes are rounded to the nearest.
-NEAREST = Dither(mx.array(0.5), mx.array(0.5))
-
-
-def dither(step: mx.array) -> Dither:
-    """Return the dither for an optimizer's step count."""
-    step = step.astype(mx.uint32)
-    # The products wrap around at 2**32, which leaves the fractions. With 23 bits and
-    # half a bit, no fraction is rounded to 0 or 1, so zeros stay zero.
-    a, b = (
-        (((step * mx.array(n, mx.uint32)) >> 9).astype(mx.float32) + 0.5) * 2.0**-23
-        for n in (_A, _B)
-    )
-    return Dither(a, 1 - _T * mx.log1p(b * math.expm1(1 / _T)))
-
-
-def split(
-    master: mx.array, old: mx.array, dither: Dither = NEAREST
+def round_master(
+    master: mx.array, old: mx.array, a: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the weights and remainders of new masters; ``old`` are the old weights."""
-    d = master + dither.a * _unit(old) / _T / _T
+    """Return the dithered weight and remainder of a master; ``old`` is the weight."""
+    d = master + a * ulp(old) / _T / _T
     weight = d.astype(old.dtype)
-    # The unit of a bfloat16 zero is zero, and so is the difference.
-    unit = mx.maximum(_unit(weight), 2.0**-126)
-    r = (d - weight.astype(mx.float32)) / unit * _T * _T
-    return weight, mx.floor(r).astype(mx.int8)
+    return weight, _steps(d - to_float32(weight), weight, 0.0)
 
 
-def join(weight: mx.array, remainder: mx.array) -> mx.array:
-    """Return the float32 master weights of weights and remainders."""
-    r = remainder.astype(mx.float32) / _T / _T
-    return weight.astype(mx.float32) + r * _unit(weight)
+def _steps(error: mx.array, weight: mx.array, offset: float) -> mx.array:
+    """Return the remainder that stands for the rounding error of a weight."""
+    # The ulp of a bfloat16 zero is zero, and so is the error.
+    unit = mx.maximum(ulp(weight), 2.0**-126)
+    return mx.floor(error / unit * _T * _T + offset).astype(mx.int8)
 
 
-def _unit(weight: mx.array) -> mx.array:
+def ulp(weight: mx.array) -> mx.array:
     """Return one ulp of each half-precision weight."""
     value = mx.abs(weight.astype(mx.float32))
     # The next weight: 0.5 to 1.02 ulps above the value, which rounds up. Extracting the
     # exponent bits would take three kernels.
     share = 252 if weight.dtype == mx.bfloat16 else 8 * 252
     above = (value + value / share).astype(weight.dtype).astype(mx.float32)
-    # Subnormal float16 weights are evenly spaced.
-    is_float16 = weight.dtype == mx.float16
-    return mx.maximum(above - value, 2.0**-24) if is_float16 else above - value
+    if weight.dtype == mx.bfloat16:
+        return above - value
+    # Subnormal weights are evenly spaced, and there is no weight above 65504.
+    return mx.clip(above - value, 2.0**-24, 32.0)
 
 
-def encode(
-    m: mx.array, v: mx.array, eps: float, dither: Dither = NEAREST
-) -> tuple[mx.array, mx.array]:
-    """Return the codes of Adam's moments."""
-    root = mx.sqrt(v)
+def encode(moments: Moments, eps: float, a: Any = 0.5, b: Any = 0.5) -> Stored:
+    """Return the codes of Adam's moments; by default, the nearest ones."""
+    root = mx.sqrt(moments["v"])
     x = mx.log1p(mx.sqrt(root / eps))
-    y = mx.clip(m / (root + eps), -_T, _T)
-    return (
-        mx.floor(mx.arcsinh(y * _T) * _T + dither.a).astype(mx.int8),
-        mx.floor(mx.minimum(x, _T) * _T + dither.b).astype(mx.uint8),
-    )
+    y = mx.clip(moments["m"] / (root + eps), -_T, _T)
+    return {
+        "m": mx.floor(mx.arcsinh(y * _T) * _T + a).astype(mx.int8),
+        "v": mx.floor(mx.minimum(x, _T) * _T + b).astype(mx.uint8),
+    }
 
 
-def decode(m: mx.array, v: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+def decode(codes: Moments, eps: float) -> Stored:
     """Return Adam's moments from their codes."""
-    root = mx.square(mx.expm1(v.astype(mx.float32) / _T)) * eps
-    y = mx.sinh(m.astype(mx.float32) / _T) / _T
-    return y * (root + eps), mx.square(root)
+    root = mx.square(mx.expm1(codes["v"].astype(mx.float32) / _T)) * eps
+    y = mx.sinh(codes["m"].astype(mx.float32) / _T) / _T
+    return {"m": y * (root + eps), "v": mx.square(root)}

@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from . import fusion
 from .finite import all_finite_times, is_finite_magnitude
 from .gradients import LazyGradient
-from .masters import HALF, to_float32
+from .masters import HALF, Dither, Result, Storage, Stored, to_float32
 from .optimizers import (
     advance,
     autocompiled,
@@ -28,7 +28,7 @@ from .optimizers import (
     split,
 )
 from .ranks import Ranks
-from .storage import STORAGES, Dither, Masters, Result, Storage, Stored
+from .storage import STORAGES, Masters
 from .trees import (
     Leaf,
     Writes,
@@ -151,7 +151,7 @@ def update_parameter(
     updated = dict(flatten(state))
     _check_keys(optimizer, given, updated)
     _check_shape("the parameter", parameter, new)
-    encoded = storage.encode(optimizer, updated, old, dither)
+    encoded = storage.encode(optimizer, parameter.shape, updated, dither)
     selected = {}
     for name, x in old.items():
         _check_shape(repr(name), x, encoded[name])

@@ -1,39 +1,29 @@
 """Master weights: the float32 values that half-precision parameters are rounded from.
 
-There are two kinds. With ``state_bits=32``, the master weight is stored as an array,
-along with the bits that the last step wrote to the parameter. If the parameter's bits
+:class:`Storage` keeps master weights and moments in float32 (``state_bits=32``), along
+with the bits that the last step wrote to each parameter. If the parameter's bits
 differ, the user has replaced the weight, and the new value becomes the master weight:
-"the weight is its own master". ``state_bits=16`` stores only the rounding error::
-
-    master    = weight + remainder / STEPS * unit(weight)
-    remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
-
-The unit is computed from the weight by arithmetic alone; extracting its exponent bits
-would take three kernels instead of one. Splitting and joining a master weight has this
-error (tests try every weight):
-
-- float16: zero from 2**-16 up, at most 2**-40 below. Half an ulp of a weight x is at
-  most x / 2**11 and float32 resolves x / 2**24, so 15 bits with the sign are enough.
-- bfloat16: at most one float32 ulp, usually zero, up to 2**110, where products
-  overflow. Half a bfloat16 ulp is 2**15 float32 ulps, but has only 32,766 steps.
-
-A joined master weight always rounds to its weight: if weight and remainder do not give
-such a value, the weight is its own master. Otherwise, a weight that the user replaces
-keeps its old remainder, so its master weight is at most half an ulp off.
+"the weight is its own master". The kinds with fewer bits are subclasses.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.optimizers import Optimizer
+
+from . import fusion
 
 HALF = (mx.float16, mx.bfloat16)
 # The dtypes differ, so that float16 bits are never mistaken for bfloat16 bits.
 _BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
-# Steps per unit. The midpoint between two weights is half an ulp away, but only a
-# quarter on the lower side of a power of two. A value short of the midpoint must not
-# round past it. In bfloat16, where the unit is one ulp, both distances are whole
-# numbers of steps. In float16, half an ulp is at most 32767.49 steps.
-_STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
+
+# The arrays that store one master weight, by the names of a Storage.
+Stored = dict[str, mx.array]
+# The state of an optimizer for one parameter, such as {"m": ..., "v": ...}.
+Moments = dict[str, Any]
+# The scalars that round the state of one step; empty to round to the nearest.
+Dither = tuple[mx.array, ...]
 
 
 class Joined(NamedTuple):
@@ -46,6 +36,19 @@ class Joined(NamedTuple):
     intermediate: tuple[mx.array, ...] = ()
 
 
+class Result(NamedTuple):
+    """What a step has computed for one parameter."""
+
+    # The float32 result, and the master weight and parameter before the step.
+    new: mx.array
+    old: Joined
+    parameter: mx.array
+    stored: Stored
+    # Arrays that belong into the same kernel: the gradient, and the selected moments.
+    gradient: mx.array
+    moments: list[mx.array]
+
+
 def to_float32(x: mx.array) -> mx.array:
     """Upcast a float16 or bfloat16 array to float32; return others unchanged."""
     return x.astype(mx.float32) if x.dtype in HALF else x
@@ -56,49 +59,66 @@ def half_bits(weight: mx.array) -> mx.array:
     return mx.view(weight, _BITS[weight.dtype])
 
 
-def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
-    """Return the remainder of a weight; zero if the weight is not half precision."""
-    if weight.dtype not in HALF:
-        return mx.zeros(weight.shape, mx.int16)
-    value = to_float32(weight)
-    unit, _ = _unit(value, weight.dtype)
-    steps = (master - value) * _STEPS[weight.dtype] / unit
-    return mx.round(steps).astype(mx.int16)
+class Storage:
+    """How master weights and moments are stored: in float32."""
+
+    # The names of the arrays that store a master weight.
+    names: tuple[str, ...] = ("masters", "written")
+    # The dtypes of arrays that only this kind stores, apart from those of 32 bits.
+    dtypes: tuple[mx.Dtype, ...] = ()
+
+    def split(self, master: mx.array, weight: mx.array) -> Stored:
+        """Return the arrays that store the master weight of a weight."""
+        return {"masters": master.astype(mx.float32), "written": half_bits(weight)}
+
+    def join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
+        """Return a master weight; the weight's own value if none is stored."""
+        value = to_float32(weight)
+        if not stored or weight.dtype not in HALF:
+            return Joined(value)
+        master, written = stored["masters"], stored["written"]
+        if written.dtype == _BITS[weight.dtype]:
+            unchanged = half_bits(weight) == written
+        else:
+            # The model was cast from one half-precision dtype to the other.
+            unchanged = to_float32(master.astype(weight.dtype)) == value
+        return Joined(mx.where(unchanged, master, value))
+
+    def select(
+        self, applied: mx.array, result: Result, dither: Dither
+    ) -> tuple[mx.array, Stored]:
+        """Return the new or, if not applied, the old weight, and what is stored."""
+        new, parameter = result.new, result.parameter
+        if result.stored:
+            # Select in a skipped step too: a replaced weight is its own master.
+            new = mx.where(applied, new, result.old.master)
+        # The last moment is outermost because AdaDelta computes u from v.
+        rounded = new.astype(parameter.dtype)
+        weight = fusion.select(applied, rounded, parameter, result.moments)
+        return weight, Storage.split(self, new, weight) if result.stored else {}
+
+    def dither(self, count: mx.array) -> Dither:
+        """Return the scalars that round the state of the step with this count."""
+        return ()
+
+    def decode(self, optimizer: Optimizer, moments: Moments) -> Moments:
+        """Return stored moments in float32, for ``apply_single()``."""
+        return moments
+
+    def encode(
+        self,
+        optimizer: Optimizer,
+        shape: tuple[int, ...],
+        moments: Moments,
+        dither: Dither = (),
+    ) -> Moments:
+        """Return float32 moments as they are stored.
+
+        Only moments of the parameter's own shape are stored in fewer bits.
+        """
+        return moments
 
 
-def join(weight: mx.array, remainder: mx.array) -> Joined:
-    """Reconstruct the float32 master weight from a weight and its remainder."""
-    value = to_float32(weight)
-    if weight.dtype not in HALF:
-        return Joined(value)
-    unit, start = _unit(value, weight.dtype)
-    master = value + remainder.astype(mx.float32) / _STEPS[weight.dtype] * unit
-    rounded = master.astype(weight.dtype)
-    fits = to_float32(rounded) == value
-    return Joined(mx.where(fits, master, value), (start, rounded))
-
-
-def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Return the unit of a remainder, and the first of :attr:`Joined.intermediate`."""
-    if dtype == mx.float16:
-        return mx.maximum(mx.abs(value), 2.0**-14), value
-    # The product is 0.75 to 1.5 ulps above the value, so it rounds to the neighbor, and
-    # the difference is one ulp, with the weight's sign.
-    above = (value * (1 + 0.75 * 2.0**-7)).astype(dtype)
-    return to_float32(above) - value, above
-
-
-def join_master(weight: mx.array, master: mx.array, written: mx.array) -> Joined:
-    """Return a stored master weight, or the weight's value if it has been replaced.
-
-    ``written`` are the bits of the weight that the last step wrote.
-    """
-    value = to_float32(weight)
-    if weight.dtype not in HALF:
-        return Joined(value)
-    if written.dtype == _BITS[weight.dtype]:
-        unchanged = half_bits(weight) == written
-    else:
-        # The model was cast from one half-precision dtype to the other.
-        unchanged = to_float32(master.astype(weight.dtype)) == value
-    return Joined(mx.where(unchanged, master, value))
+def is_own(x: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether ``x`` is a float32 moment of the parameter's own shape."""
+    return isinstance(x, mx.array) and (x.shape, x.dtype) == (shape, mx.float32)

@@ -43,10 +43,10 @@ class MasterWeightOptimizer(Optimizer):
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
-        state_bits (int): How to store master weights and moments: 32 for float32, or 16
-            for only the rounding error of each weight and for bfloat16 moments, which
-            are dithered instead of rounded to nearest. With AdamW, 16 takes 8 bytes per
-            half-precision parameter instead of 14, weight included, but is slower on
+        state_bits (int): How to store master weights and moments: in float32 (32), as
+            rounding errors and bfloat16 moments (16), or as 8-bit rounding errors and,
+            for ``Adam`` and ``AdamW``, 8-bit moments (8). With AdamW, a half-precision
+            parameter takes 14, 8 or 5 bytes, weight included; 16 and 8 are slower on
             CPUs. Only for optimizers from ``mlx.optimizers``. Default: ``32``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
             all of them apply a step or none does. Default: ``None``.
@@ -255,7 +255,8 @@ class MasterWeightOptimizer(Optimizer):
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32, using master weights where they exist.
 
-        If a weight was replaced after a step, the result rounds to the new weight.
+        If a weight was replaced after a step, the result is at most half a unit in the
+        last place from the new weight.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
@@ -379,10 +380,10 @@ class LossScaleOptimizer(MasterWeightOptimizer):
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
-        state_bits (int): How to store master weights and moments: 32 for float32, or 16
-            for only the rounding error of each weight and for bfloat16 moments, which
-            are dithered instead of rounded to nearest. With AdamW, 16 takes 8 bytes per
-            half-precision parameter instead of 14, weight included, but is slower on
+        state_bits (int): How to store master weights and moments: in float32 (32), as
+            rounding errors and bfloat16 moments (16), or as 8-bit rounding errors and,
+            for ``Adam`` and ``AdamW``, 8-bit moments (8). With AdamW, a half-precision
+            parameter takes 14, 8 or 5 bytes, weight included; 16 and 8 are slower on
             CPUs. Only for optimizers from ``mlx.optimizers``. Default: ``32``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
             all of them apply a step or none does. Default: the group of ``scaler``.
@@ -430,7 +431,7 @@ class LossScaleOptimizer(MasterWeightOptimizer):
 
 def _check_state_bits(state_bits: Any, optimizer: Optimizer) -> None:
     if not isinstance(state_bits, int) or state_bits not in STORAGES:
-        raise ValueError(f"state_bits must be 32 or 16, got {state_bits!r}.")
+        raise ValueError(f"state_bits must be 32, 16 or 8, got {state_bits!r}.")
     for part in single_optimizers(optimizer):
         if state_bits != 32 and not is_builtin(part):
             raise ValueError(

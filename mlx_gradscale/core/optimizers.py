@@ -15,8 +15,7 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
-from .masters import to_float32
-from .storage import Storage
+from .masters import Storage, to_float32
 from .trees import CONTAINERS, get_at, is_floating, slots, walk
 
 # The keys that lead to an array in a tree.
@@ -121,7 +120,7 @@ def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
         for (where, _, _), parameter in walk(tree):
             moments = get_at(part.state, where)
             if is_floating(parameter) and isinstance(moments, dict):
-                moments.update(storage.init(part, parameter.shape, moments))
+                moments.update(storage.encode(part, parameter.shape, moments))
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:

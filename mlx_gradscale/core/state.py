@@ -179,10 +179,10 @@ def adapt_bits(
             f"state_bits={bits}. Create the optimizer with state_bits={saved}, or with "
             "state_bits=32, which can load any state."
         )
-    return None if parameters is None else _decode(loaded, optimizer, saved, parameters)
+    return None if parameters is None else decode(loaded, optimizer, saved, parameters)
 
 
-def _decode(
+def decode(
     loaded: Loaded, optimizer: Optimizer, bits: int, parameters: Mapping[str, mx.array]
 ) -> Loaded:
     """Return a state that was saved in these bits with float32 masters and moments."""
@@ -200,8 +200,9 @@ def _decode(
                 decoded[f"{name}.{path}"] = x
         for prefix, part in _named_optimizers(optimizer):
             owner = f"{prefix}.{path}"
-            for name, x in storage.decode(part, moments.get(owner, {})).items():
-                decoded[f"{owner}.{name}"] = x
+            if owner in moments:
+                for name, x in storage.decode(part, moments[owner]).items():
+                    decoded[f"{owner}.{name}"] = x
     return decoded
 
 

@@ -38,10 +38,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "state-bits": {
         "type": int,
-        "choices": (32, 16),
+        "choices": (32, 16, 8),
         "help": "Store master weights and moments in this many bits. With AdamW and "
-        "half-precision weights, 16 takes 8 bytes per parameter instead of 14. "
-        "Default: 32.",
+        "half-precision weights, 16 takes 8 bytes per parameter instead of 14, and 8 "
+        "takes 5. Default: 32.",
     },
     "float32-layers": {
         "metavar": "FILE",

@@ -149,14 +149,14 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_original(
     compare(pt.load(tmp_path / "c.pt")["model"], theirs.weights())
 
 
-@pytest.mark.parametrize("state_bits", [32, 16])
+@pytest.mark.parametrize("state_bits", [32, 16, 8])
 def test_float16_model_with_loss_scaling_converts_back_to_float32(state_bits, tmp_path):
     name = "conv_adamw"
     start = pt.load(GOLDEN / f"{name}.pt")
     model = mlx_model_in_half(name)
     path = GOLDEN / f"{name}.pt"
     run = load_torch(path, model, loss_scaling=True, state_bits=state_bits)
-    dtype = {32: mx.float32, 16: mx.bfloat16}[state_bits]
+    dtype = {32: mx.float32, 16: mx.bfloat16, 8: mx.uint8}[state_bits]
     assert run.optimizer.state["head"]["weight"]["v"].dtype == dtype
     assert model.head.weight.dtype == mx.float16
     assert run.scaler is run.optimizer.scaler
@@ -164,15 +164,17 @@ def test_float16_model_with_loss_scaling_converts_back_to_float32(state_bits, tm
     back = pt.load(tmp_path / "b.pt")
     if state_bits == 32:
         identical(back, start)
-    else:  # 16 bits of a remainder keep about 26 bits of the weight
+    else:  # 16 bits of a remainder keep about 26 bits of the weight, and 8 keep 19
+        near = {16: 1e-7, 8: 2.0**-10 / 500}[state_bits]
         for key, tensor in start["model"].items():
             np.testing.assert_allclose(
-                np.array(back["model"][key]), np.array(tensor), rtol=1e-7
+                np.array(back["model"][key]), np.array(tensor), rtol=near
             )
         for key, state in start["optimizer"]["state"].items():
             new = back["optimizer"]["state"][key]["exp_avg_sq"]
             assert new.dtype == state["exp_avg_sq"].dtype == mx.float32
-            assert mx.allclose(new, state["exp_avg_sq"], rtol=2.0**-8)
+            near = {16: 2.0**-8, 8: 0.15}[state_bits]
+            assert mx.allclose(new, state["exp_avg_sq"], rtol=near)
     # A converted run that is saved with the wrapper resumes in it, and converts back.
     forward(path, tmp_path / "run", *model_flag(name))
     save_checkpoint(tmp_path / "run", model, run.optimizer)

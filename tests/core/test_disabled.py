@@ -13,7 +13,7 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0, INF])
-@pytest.mark.parametrize("state_bits", [32, 16])
+@pytest.mark.parametrize("state_bits", [32, 16, 8])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_disabled_wrapper_does_not_skip_steps(max_grad_norm, state_bits, dtype, value):
     optimizer = LossScaleOptimizer(

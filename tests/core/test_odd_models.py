@@ -50,7 +50,7 @@ class States(nn.Module):
         self.states = [nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
-@pytest.mark.parametrize("state_bits", [32, 16])
+@pytest.mark.parametrize("state_bits", [32, 16, 8])
 def test_parameters_named_states_are_stepped_saved_and_freed(state_bits):
     model = States()
     gradients = tree_map(mx.ones_like, model.trainable_parameters())

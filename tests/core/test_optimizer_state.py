@@ -7,18 +7,22 @@ import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import INF, OPTIMIZERS, Mlp, batch, bits, gradients_like, pickled
-from support.optimizer_helpers import Training, load_around_init, loop_of, wrapped
+from support.optimizer_helpers import (
+    Training,
+    load_around_init,
+    loop_of,
+    moments_of,
+    wrapped,
+)
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
+from mlx_gradscale.core.storage import STORAGES
 
 # How the state is stored.
 each_form = pytest.mark.parametrize(
     "form",
-    [
-        {"state_bits": 32},
-        {"state_bits": 16},
-    ],
-    ids=["32", "16"],
+    [{"state_bits": state_bits} for state_bits in (32, 16, 8)],
+    ids=["32", "16", "8"],
 )
 
 
@@ -117,7 +121,7 @@ def test_update_and_step_refuse_a_dict_for_the_model_and_another_scalers_wrapper
         GradScaler().step(wrapped(), Mlp(), {})
 
 
-@pytest.mark.parametrize("state_bits", [32, 16])
+@pytest.mark.parametrize("state_bits", [32, 16, 8])
 def test_error_names_a_parameter_cast_to_half_after_init_until_init_again(state_bits):
     optimizer = wrapped(optim.SGD(1.0), state_bits=state_bits)
     optimizer.init({"w": mx.ones(2)})
@@ -344,19 +348,21 @@ def test_state_of_an_earlier_version_without_a_setting_takes_its_default():
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("state_bits", [16, 8])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize(
     ("when", "compiled"),
     [("before init", False), ("after init", False), ("after init", True)],
 )
-def test_state_of_16_bits_loads_decoded_into_32_bits(dtype, when, compiled):
-    saved = Training(dtype=dtype, compiled=False, state_bits=16)
+def test_state_of_fewer_bits_loads_decoded_into_32_bits(
+    dtype, when, compiled, state_bits
+):
+    saved = Training(dtype=dtype, compiled=False, state_bits=state_bits)
     saved.run(range(3))
     masters = saved.optimizer.masters(saved.model.parameters())
-    moments = tree_map(
-        lambda x: x.astype(mx.float32) if x.ndim else x,
-        saved.optimizer.state["optimizer"],
-    )
+    moments = tree_map(lambda x: x, saved.optimizer.state["optimizer"])
+    for _, box in moments_of(saved.optimizer.optimizer, moments):
+        box.update(STORAGES[state_bits].decode(saved.optimizer.optimizer, box))
     again = Training(dtype=dtype, compiled=compiled, init=when == "after init")
     if compiled:
         again.run(range(2))
@@ -373,14 +379,17 @@ def test_state_of_16_bits_loads_decoded_into_32_bits(dtype, when, compiled):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("when", ["before init", "after init"])
-def test_state_of_32_bits_is_refused_by_16_bits_and_changes_nothing(dtype, when):
-    saved = Training(dtype=dtype, compiled=False)
+@pytest.mark.parametrize(("old", "new"), [(32, 16), (32, 8), (16, 8), (8, 16)])
+def test_state_of_other_bits_is_refused_by_16_and_8_bits_and_changes_nothing(
+    dtype, when, old, new
+):
+    saved = Training(dtype=dtype, compiled=False, state_bits=old)
     saved.run(range(2))
     again = Training(
-        dtype=dtype, compiled=False, init=when == "after init", state_bits=16
+        dtype=dtype, compiled=False, init=when == "after init", state_bits=new
     )
     before = again.everything()
-    with pytest.raises(ValueError, match=r"state_bits=32, but .* state_bits=16"):
+    with pytest.raises(ValueError, match=rf"state_bits={old}, but .* state_bits={new}"):
         load_around_init(
             again.optimizer,
             saved.optimizer.state,

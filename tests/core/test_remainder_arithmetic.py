@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.helpers import same
 from support.optimizer_helpers import HALVES
 
-from mlx_gradscale.core.masters import join, remainder_of, to_float32
+from mlx_gradscale.core.masters import to_float32
+from mlx_gradscale.core.sixteen_bit import join, remainder_of
 
 DTYPE = mx.int16
 

@@ -53,9 +53,10 @@ def test_pytorch_scale_beyond_the_limits_is_clamped_when_loaded(loaded, expected
 @pytest.mark.parametrize(
     ("name", "kind", "compiled"),
     [
-        *[("SGD", kind, False) for kind in ("scaler", 32, 16)],
-        *[("AdamW", kind, False) for kind in ("scaler", 32, 16)],
+        *[("SGD", kind, False) for kind in ("scaler", 32, 16, 8)],
+        *[("AdamW", kind, False) for kind in ("scaler", 32, 16, 8)],
         pytest.param("AdamW", 16, True, marks=pytest.mark.compiles),
+        pytest.param("AdamW", 8, True, marks=pytest.mark.compiles),
     ],
 )
 @pytest.mark.parametrize("dtype", HALVES)
@@ -70,8 +71,9 @@ def test_skipped_step_keeps_the_bits_of_every_half_number(name, kind, compiled, 
         optimizer = LossScaleOptimizer(inner, scaler, state_bits=kind)
         optimizer.init(weights)
         apply, state = optimizer.apply_gradients, optimizer.state
-        if kind == 16:
-            remainders = mx.arange(2**16).astype(mx.int16)
+        if kind != 32:
+            dtype_of = {16: mx.int16, 8: mx.int8}
+            remainders = mx.arange(2**16).astype(dtype_of[kind])
             state["remainders"]["w"] = remainders
     state = [state, scaler.state]
     apply = mx.compile(apply, inputs=state, outputs=state) if compiled else apply
@@ -80,7 +82,7 @@ def test_skipped_step_keeps_the_bits_of_every_half_number(name, kind, compiled, 
     assert not scaler.last_step_applied.item()
     assert same(new, weights)
     assert bits(inner.state) == moments
-    if kind == 16:
+    if kind in (16, 8):
         assert same(optimizer.state["remainders"]["w"], remainders)
 
 

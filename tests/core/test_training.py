@@ -37,7 +37,7 @@ def expected():
     return train(mx.float32, optim.AdamW(3e-3, eps=1e-12), 1e-6)
 
 
-@pytest.mark.parametrize("state_bits", [32, 16])
+@pytest.mark.parametrize("state_bits", [32, 16, 8])
 def test_float16_with_the_wrapper_ends_near_float32(expected, state_bits):
     # It starts too high, so that it has to find its scale.
     optimizer = LossScaleOptimizer(

@@ -105,9 +105,11 @@ KINDS = {
     "LossScaleOptimizer": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=1.0),
     "LossScaleOptimizer of several": lambda: half(multi()),
     "16 bits": lambda: half(optim.AdamW(1e-2), state_bits=16),
+    "8 bits": lambda: half(optim.AdamW(1e-2), state_bits=8),
     "MasterWeightOptimizer": bfloat16,
     "MasterWeightOptimizer, 16 bits": lambda: bfloat16(state_bits=16),
     "compiled AdamW": lambda: Run(optim.AdamW(1e-2), model=Net(norm=False)),
     "compiled LossScaleOptimizer": lambda: half(optim.AdamW(1e-2), norm=False),
+    "compiled 8 bits": lambda: half(optim.AdamW(1e-2), norm=False, state_bits=8),
     "compiled 16 bits": lambda: half(optim.AdamW(1e-2), norm=False, state_bits=16),
 }

@@ -8,6 +8,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
+from mlx_gradscale.core.optimizers import single_optimizers
+from mlx_gradscale.core.trees import slots
 from support.helpers import INF, Mlp, Traced, batch, bits, gradients_like, mse
 from support.scaler_helpers import used
 
@@ -82,6 +84,14 @@ class Training:
 
     def everything(self):
         return bits([self.model.parameters(), self.optimizer.state])
+
+
+def moments_of(optimizer, state=None):
+    """Yield each single optimizer with the dicts of moments in its state."""
+    for part in single_optimizers(optimizer):
+        found = slots(part.state if state is None else state)
+        boxes = {id(box): box for where, box, _ in found if len(where) > 1}
+        yield from ((part, box) for box in boxes.values())
 
 
 def assert_near(tree, expected, rtol=1e-5, atol=1e-6):

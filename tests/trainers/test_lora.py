@@ -334,7 +334,7 @@ def test_unknown_lora_flag_is_a_usage_error(capsys):
         (["--float32-layers", "none.json"], "none.json"),
         (["--resume"], "There is no checkpoint in"),
         (["-c", "dtype: float8"], "dtype must be one of float16, bfloat16, float32"),
-        (["-c", "state_bits: none"], "state_bits must be 32 or 16, got"),
+        (["-c", "state_bits: none"], "state_bits must be 32, 16 or 8, got"),
         (["-c", "loss_scale: [1, 2]"], "off or a positive number, got [1, 2]"),
     ],
 )
