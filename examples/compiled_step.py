@@ -2,7 +2,7 @@
 
 The forward pass, backward pass, overflow check, weight update and scale update are one
 compiled function that never waits for the device. Pass ``scaler.state`` to
-``mx.compile`` along with the state of the model and the optimizer.
+``compile_step`` along with the state of the model and the optimizer.
 
     python examples/compiled_step.py
 """
@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, compile_step
 
 
 def spirals(size):
@@ -44,7 +44,7 @@ loss_and_grad = scaler.value_and_grad(model, loss_fn, compute_dtype=mx.float16)
 state = [model.state, optimizer.state, scaler.state]
 
 
-@partial(mx.compile, inputs=state, outputs=state)
+@partial(compile_step, state=state)
 def step(x, y):
     loss, grads = loss_and_grad(x, y)
     scaler.minimize(optimizer, model, grads)

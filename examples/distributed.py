@@ -23,6 +23,7 @@ import mlx.optimizers as optim
 from mlx_gradscale import (
     GradScaler,
     LossScaleOptimizer,
+    compile_step,
     restore_checkpoint,
     save_checkpoint,
 )
@@ -59,7 +60,7 @@ def main() -> None:
         optimizer.update(model, grads)
         return mx.distributed.all_sum(loss, group=group) / group.size()
 
-    compiled = mx.compile(step, inputs=state, outputs=state)
+    compiled = compile_step(step, state)
     for i in range(start, start + args.steps):
         loss = compiled(*my_batch(i, group))
         mx.eval(loss, state)

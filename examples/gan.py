@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, compile_step
 
 
 def mlp(*sizes):
@@ -71,7 +71,7 @@ optimizers = [g_optimizer.state, c_optimizer.state]
 state = [gan.state, *optimizers, scaler.state, mx.random.state]
 
 
-@partial(mx.compile, inputs=state, outputs=state)
+@partial(compile_step, state=state)
 def step():
     z = mx.random.normal((64, 4))
     c_loss, c_grads = critic_grad(real(), z)

@@ -23,6 +23,7 @@ import mlx.optimizers as optim
 from mlx_gradscale import (
     GradScaler,
     LossScaleOptimizer,
+    compile_step,
     restore_checkpoint,
     save_checkpoint,
 )
@@ -54,7 +55,7 @@ def train(folder: Path, killed_at: int | None = None) -> None:
     loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     state = [model.state, optimizer.state, mx.random.state]
 
-    @partial(mx.compile, inputs=state, outputs=state)
+    @partial(compile_step, state=state)
     def train_step(x, y):
         loss, grads = loss_and_grad(x, y)
         optimizer.update(model, grads)
