@@ -83,6 +83,8 @@ def test_load_state_dict_refuses_an_incomplete_state_and_changes_nothing(bad, me
 
 def test_load_state_dict_ignores_extra_keys_and_accepts_mlx_and_numpy_scalars():
     scaler = GradScaler(backoff_interval=3)
+    # Counters that a state lacks start at zero, and settings stay.
+    scaler.load_state_dict(scaler.state_dict() | {"skipped_steps": 5})
     scaler.load_state_dict(
         {**GOOD, "scale": mx.array(2.0), "_growth_tracker": np.int64(7), "new": object}
     )

@@ -48,13 +48,14 @@ def test_site_copies_every_picture_and_links_to_its_repository(monkeypatch):
             assert "(https://github.com/owner/name/blob/main/README.md)" in page[0]
 
 
-def test_paths_in_the_architecture_guide_exist():
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_named_in_the_guides_for_developers_exist(page):
+    text = (ROOT / page).read_text()
     paths = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?|\w+\.py)`", text)
-    folders = [ROOT, ROOT / "mlx_gradscale", ROOT / "mlx_gradscale" / "core"]
+    package = ROOT / "mlx_gradscale"
+    folders = [ROOT, ROOT / "tests", package, package / "core"]
     assert len(paths) > 20
-    missing = [x for x in paths if not any((each / x).exists() for each in folders)]
-    assert missing == []
+    assert [x for x in paths if not any((each / x).exists() for each in folders)] == []
 
 
 def test_every_example_is_on_the_index():
