@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .commands import run_command
-from .diagnostics import (
-    GradientHistogram,
-    LostUpdates,
-    ScaleHistory,
-    gradient_histogram,
-)
-from .diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP
+from .diagnostics import ScaleHistory, gradient_histogram
+from .diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP, GradientHistogram
 from .diagnostics.reading import scale_of
+from .diagnostics.rounding import LostUpdates
 from .files.atomic import atomic_write
 from .files.text import percent, plural
 from .float32 import Float32Search, Row

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..core.finite import all_finite
 from ..core.forward import Casting
-from ..float32.trial import Progress, Trial, preserved
+from ..float32.trial import Trial, preserved
 from .reading import scaler_of
 
 # Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the
@@ -42,8 +42,7 @@ def calibrate(
     The scale is the largest power of two, up to 2**24, at which no gradient overflows,
     divided by ``2**headroom``. Without calibration, a run may skip its first steps to
     find a scale. The model, the optimizer and the random state do not change. This
-    function runs the batch about six times, so call it before training. If this takes
-    longer than three seconds, the runs are printed to stderr.
+    function runs the batch about six times, so call it before training.
 
     Args:
         source (GradScaler or LossScaleOptimizer): The scaler or its optimizer.
@@ -81,8 +80,9 @@ def calibrate(
     scaler = scaler_of(source)
     if not scaler.is_enabled():
         return 1.0
-    casting = Casting(compute_dtype, keep, cast_inputs)
-    trial = Trial(model, loss_fn, batch, named, casting)
+    trial = Trial(
+        model, loss_fn, batch, named, Casting(compute_dtype, keep, cast_inputs)
+    )
     scale, problem = 0.0, None
     try:
         scale = _largest_scale(trial) * 2.0**-headroom
@@ -96,15 +96,11 @@ def calibrate(
         text = "calibrate() failed on another rank. See the error on that rank."
         raise problem or NoScaleFits(text)
     scaler.update(scale)
-    # The scaler may have clamped the scale to min_scale or max_scale.
-    return float(scaler.get_scale())
+    return float(scaler.get_scale())  # within the scaler's limits
 
 
 def _largest_scale(trial: Trial) -> float:
-    progress = Progress("calibrate")
-
     def overflows(power: int) -> bool:
-        progress.show(f"the batch at a loss scale of 2^{power}")
         with preserved(trial.model):
             loss, gradients = trial.differentiate(2.0**power)
             if not all_finite([loss]).item():

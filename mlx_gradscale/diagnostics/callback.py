@@ -40,7 +40,12 @@ class LossScaleCallback:
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         """Extend a report, print a summary on rank 0, and pass the report on."""
-        report = train_info | self._read()
+        state, norm = self._scaler.state, getattr(self._optimizer, "grad_norm", None)
+        lazy = {"loss_scale": scale_array(self._scaler)}
+        lazy |= {name: state[name] for name in ("skipped_steps", "consecutive_skips")}
+        lazy |= {} if norm is None else {"grad_norm": norm}
+        mx.eval(lazy)
+        report = train_info | {name: x.item() for name, x in lazy.items()}
         # mlx-lm calls this on every rank, but prints only on rank 0.
         if mx.distributed.init().rank() == 0:
             print(self._line(report))
@@ -53,22 +58,11 @@ class LossScaleCallback:
         if self.wrapped_callback is not None:
             self.wrapped_callback.on_val_loss_report(val_info)
 
-    def _read(self) -> dict[str, Any]:
-        lazy = {"loss_scale": scale_array(self._scaler)}
-        for name in ("skipped_steps", "consecutive_skips"):
-            lazy[name] = self._scaler.state[name]
-        norm = getattr(self._optimizer, "grad_norm", None)
-        if norm is not None:
-            lazy["grad_norm"] = norm
-        mx.eval(lazy)
-        return {name: x.item() for name, x in lazy.items()}
-
     def _line(self, report: dict[str, Any]) -> str:
-        new = report["skipped_steps"] - self._skipped_before
-        scale = report["loss_scale"]
-        parts = [
-            f"scale {power(scale)}" if scale != 1 else "",
-            f"skipped {report['skipped_steps']}" + (f" ({new} new)" if new else ""),
-            f"grad norm {report['grad_norm']:.3g}" if "grad_norm" in report else "",
-        ]
-        return f"Iter {report.get('iteration', '?')}: " + ", ".join(filter(None, parts))
+        scale, skipped = report["loss_scale"], report["skipped_steps"]
+        new = skipped - self._skipped_before
+        parts = [f"scale {power(scale)}"] if scale != 1 else []
+        parts.append(f"skipped {skipped}" + (f" ({new} new)" if new else ""))
+        if "grad_norm" in report:
+            parts.append(f"grad norm {report['grad_norm']:.3g}")
+        return f"Iter {report.get('iteration', '?')}: {', '.join(parts)}"

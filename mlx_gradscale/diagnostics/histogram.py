@@ -2,8 +2,8 @@
 
 import math
 from bisect import bisect
-from dataclasses import astuple, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,16 +24,12 @@ ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
 _FIRST, _LAST = -127, 128
 _INF = _LAST - _FIRST + 2
 _BINS = _INF + 2
-# Exponents of the smallest and the largest loss scale.
-_SMALLEST_POWER = round(math.log2(SMALLEST_SCALE))
-_LARGEST_POWER = round(math.log2(LARGEST_SCALE))
 # Gradients fill about twenty bins. With 64 copies of each bin, atomic additions on a
 # GPU rarely collide. On a CPU, the copies make counting a sixth slower.
 _LANES = 64
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """The share of gradients in each range of float16 at one loss scale.
 
     Attributes:
@@ -80,11 +76,6 @@ class GradientHistogram:
         """The number of counted values."""
         return int(self.bins.sum())
 
-    @property
-    def nonfinite(self) -> int:
-        """The number of inf and NaN values."""
-        return int(self.bins[_INF:].sum())
-
     def by_power(self, scale: float = 1.0) -> dict[int, int]:
         """Return the number of magnitudes in [2**p, 2**(p + 1)), as ``{p: count}``.
 
@@ -110,8 +101,8 @@ class GradientHistogram:
         counts = [0, 0, 0, 0]
         for p, count in self.by_power(scale).items():
             counts[bisect((ROUNDS_UP, NORMAL, LARGEST + 1), p)] += count
-        every = (int(self.bins[0]), *counts, self.nonfinite)
-        return Shares(*(count / size for count in every))
+        every = (self.bins[0], *counts, self.bins[_INF:].sum())
+        return Shares(*(float(count / size) for count in every))
 
     @property
     def best_scale(self) -> float | None:
@@ -126,18 +117,17 @@ class GradientHistogram:
         powers = self.by_power()
         if not powers:
             return None
-        top = max(min(LARGEST - max(powers), _LARGEST_POWER), _SMALLEST_POWER)
-        low = max(min(NORMAL - min(powers), top), _SMALLEST_POWER)
-        return 2.0 ** ((low + top) // 2)
+        smallest, largest = map(math.log2, (SMALLEST_SCALE, LARGEST_SCALE))
+        top = max(min(LARGEST - max(powers), largest), smallest)
+        low = max(min(NORMAL - min(powers), top), smallest)
+        return math.ldexp(1.0, int((low + top) // 2))
 
     def __str__(self) -> str:
-        scales = {"without scaling": 1.0}
+        rows = [[f"{plural(self.size, 'value')} in float16", *Shares._fields]]
+        rows.append(["without scaling", *map(percent, self.at(1.0))])
         if self.best_scale is not None:
-            scales[f"at the best, {power(self.best_scale)}"] = self.best_scale
-        names = [each.name for each in fields(Shares)]
-        rows = [[f"{plural(self.size, 'value')} in float16", *names]]
-        for name, scale in scales.items():
-            rows.append([name, *map(percent, astuple(self.at(scale)))])
+            name = f"at the best, {power(self.best_scale)}"
+            rows.append([name, *map(percent, self.at(self.best_scale))])
         return align(rows)
 
 

@@ -1,10 +1,10 @@
 """Record the history of a run in memory and in a CSV file."""
 
+import csv
 import math
 import os
-from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -12,8 +12,7 @@ from ..files.paths import open_file
 from .reading import scale_array, scaler_of
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleRecord:
+class ScaleRecord(NamedTuple):
     """One step in a :class:`ScaleHistory`.
 
     Attributes:
@@ -31,11 +30,6 @@ class ScaleRecord:
     loss: float | None = None
 
 
-_HEADER = ",".join(field.name for field in fields(ScaleRecord))
-# More than enough for one line.
-_TAIL = 1024
-
-
 class ScaleHistory:
     """The loss scale, skipped steps, gradient norm and loss of a run.
 
@@ -47,9 +41,7 @@ class ScaleHistory:
         path (str, optional): A ``.csv`` file to append to. If it exists, numbering
             continues after its last step, but only :meth:`load` returns its records. To
             resume from an earlier step, pass ``step`` to :meth:`record`; :meth:`load`
-            then drops the older records from there on. If two histories write to one
-            file, it contains the records of both, of which :meth:`load` drops some in
-            the same way. Default: ``None``.
+            then drops the older records from there on. Default: ``None``.
         every (int): The number of steps between reads from the device. Default: ``50``.
 
     Example:
@@ -70,8 +62,8 @@ class ScaleHistory:
         self._pending: list[tuple[int, list[Any]]] = []
         self._step = 0
         if self._path is not None:
-            records = _load(self._path) if self._path.exists() else []
-            self._step = records[-1].step if records else 0
+            if self._path.exists():
+                self._step = ScaleHistory.load(self._path)._step
             _append(self._path, [])
 
     def record(
@@ -115,15 +107,12 @@ class ScaleHistory:
 
     def flush(self) -> None:
         """Read pending steps from the device, and append them to the file, if any."""
-        if not self._pending:
-            return
         mx.eval([values for _, values in self._pending])
         new = []
-        for step, values in self._pending:
-            scale, applied, *numbers = values
+        for step, (scale, applied, *numbers) in self._pending:
             given = (None if x is None else float(x) for x in numbers)
             new.append(ScaleRecord(step, float(scale), bool(applied), *given))
-        if self._path is not None:
+        if self._path is not None and new:
             _append(self._path, new)
         self._pending.clear()
         self._records += new
@@ -153,9 +142,11 @@ class ScaleHistory:
             ValueError: If the file is not a history.
         """
         history = cls()
-        history._records = _load(_check_path(path))
-        if history._records:
-            history._step = history._records[-1].step
+        for record in _read(_check_path(path)):
+            while history._records and history._records[-1].step >= record.step:
+                history._records.pop()
+            history._records.append(record)
+            history._step = record.step
         return history
 
     @property
@@ -176,53 +167,34 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _load(path: Path) -> list[ScaleRecord]:
-    """Read a file; a record replaces earlier ones with the same or a later step."""
-    with open(path, "rb", opener=open_file) as file:
-        data = file.read()
-    # Drop a last line that a crash cut off, unless it is the only line.
-    text = data[: data.rfind(b"\n") + 1 or None].decode("utf-8", "replace")
-    records: list[ScaleRecord] = []
-    for i, line in enumerate(text.splitlines(), start=1):
-        if line == _HEADER:
-            continue
+def _read(path: Path) -> list[ScaleRecord]:
+    with open(path, newline="", errors="replace", opener=open_file) as file:
         try:
-            record = _parse(line)
-        except (ArithmeticError, ValueError):
-            raise ValueError(
-                f"{path} is not a history file (line {i} is {line[:100]!r}). Pass a "
-                "file written by ScaleHistory or, for a new history, a new file name."
-            ) from None
-        while records and records[-1].step >= record.step:
-            records.pop()
-        records.append(record)
-    return records
+            header, *rows = csv.reader(file)
+            if tuple(header) == ScaleRecord._fields:
+                return [_parse(*row) for row in rows]
+        except (ArithmeticError, TypeError, ValueError, csv.Error):
+            pass
+    raise ValueError(
+        f"{path} is not a history file. Pass a file written by ScaleHistory or, for a "
+        "new history, a new file name."
+    )
 
 
-def _parse(line: str) -> ScaleRecord:
-    step, scale, applied, *numbers = line.split(",")
-    if len(numbers) != 2 or not 0 < float(scale) < math.inf:
-        raise ValueError(line)
-    given = (float(x) if x else None for x in numbers)
-    return ScaleRecord(int(float(step)), float(scale), bool(int(applied)), *given)
+def _parse(
+    step: str, scale: str, applied: str, grad_norm: str, loss: str
+) -> ScaleRecord:
+    if not 0 < float(scale) < math.inf:
+        raise ValueError(scale)
+    given = (float(x) if x else None for x in (grad_norm, loss))
+    return ScaleRecord(int(step), float(scale), bool(int(applied)), *given)
 
 
 def _append(path: Path, records: list[ScaleRecord]) -> None:
-    """Append records to a file; a new file gets a header."""
-    with open(path, "a+b") as file:
-        size = file.tell()
-        file.seek(max(size - _TAIL, 0))
-        tail = file.read()
-        end = size - len(tail) + tail.rfind(b"\n") + 1
-        if end < size:
-            # Remove a partial line that a crash or a full disk may have left. Never
-            # remove more: another history may have appended whole lines.
-            file.truncate(end)
-        lines = [*([] if end else [_HEADER]), *map(_format, records)]
-        file.write("".join(f"{line}\n" for line in lines).encode())
-
-
-def _format(record: ScaleRecord) -> str:
-    step, scale, applied, *numbers = astuple(record)
-    cells = [step, scale, int(applied), *("" if x is None else x for x in numbers)]
-    return ",".join(map(str, cells))
+    """Append whole lines to a file; a new file gets a header."""
+    with open(path, "a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not file.tell():
+            writer.writerow(ScaleRecord._fields)
+        for step, scale, applied, *numbers in records:
+            writer.writerow([step, scale, int(applied), *numbers])  # None becomes ""

@@ -8,7 +8,6 @@ from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import calibrate
-from mlx_gradscale.float32 import trial
 
 
 @pytest.mark.parametrize("weight", [1e-3, 1.0, 1e3, 1e6])
@@ -44,17 +43,6 @@ def test_calibrate_does_not_change_the_model_or_the_random_state():
     assert scaler.skipped_steps.item() == 0
     # Both modes of the scaler are still available.
     scaler.scale(mx.array(1.0))
-
-
-def test_calibrate_prints_its_runs_only_if_it_takes_long(monkeypatch, capsys):
-    model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
-    for delay, is_shown in ((1e9, False), (0.0, True)):
-        monkeypatch.setattr(trial, "_DELAY", delay)
-        calibrate(GradScaler(), model, mse(model), *data)
-        lines = capsys.readouterr().err.splitlines()
-        assert (len(lines) in (5, 6)) == is_shown
-        text = "calibrate, run 1: the batch at a loss scale of 2^0"
-        assert lines[:1] == [text] * is_shown
 
 
 def test_calibrate_raises_if_a_batch_overflows_at_every_scale():

@@ -29,7 +29,7 @@ def test_every_half_precision_number_is_counted_in_its_bin(dtype):
     histogram = gradient_histogram({"w": mx.array(bits).view(dtype)})
     assert histogram.by_power() == powers_of(values)
     assert histogram.bins[0] == 2
-    assert histogram.nonfinite == np.count_nonzero(~np.isfinite(values))
+    assert histogram.at(1.0).nonfinite == np.mean(~np.isfinite(values))
     assert histogram.bins[-1] == np.count_nonzero(np.isnan(values))
     assert histogram.size == 2**16
 

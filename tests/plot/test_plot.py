@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_gradscale import GradScaler
-from mlx_gradscale.diagnostics import LostUpdates, ScaleHistory, gradient_histogram
+from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
+from mlx_gradscale.diagnostics.rounding import LostUpdates
 from mlx_gradscale.float32 import Float32Search, Row
 from mlx_gradscale.plot import (
     main,
