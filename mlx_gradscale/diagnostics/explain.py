@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.backward import check_loss_fn
 from ..core.forward import Casting
-from ..core.gradients import check_loss_fn
 from ..core.scaler import GradScaler
 from ..files.text import power
 from ..float32.faults import Fault, find_fault

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..core.backward import check_loss_fn
 from ..core.forward import Casting
-from ..core.gradients import check_loss_fn
 from ..files.text import dtype_name, power
 from .faults import find_fault
 from .report import FIRST_SCALE, Float32Search, Row

@@ -15,8 +15,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from ..core.forward import Casting, Substitution, is_opaque
-from ..core.gradients import loss_of
+from ..core.backward import loss_of
+from ..core.forward import Casting, is_opaque, rebuild
 from ..core.intercept import Handler, get_handlers, set_handlers
 from ..core.masters import HALF
 from ..core.scaler import GradScaler
@@ -219,8 +219,8 @@ class Run:
             self._running.append(call)
             tap = self._make_tap(call, caller, "input")
             try:
-                with Substitution((args, kwargs), tap) as (args, kwargs):
-                    outputs = function(*args, **kwargs)
+                args, kwargs = rebuild((args, kwargs), tap)
+                outputs = function(*args, **kwargs)
             finally:
                 self._running.pop()
             tap = self._make_tap(call, caller, "output")

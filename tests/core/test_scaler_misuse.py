@@ -14,18 +14,6 @@ from support.scaler_helpers import apply, every_warning, used
 from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 
-def test_scaling_a_loss_function_twice_is_refused():
-    scaler, model = GradScaler(), Mlp()
-    loss_fn = mse(model)
-    for call in (
-        lambda f: scaler.value_and_grad(model, f),
-        lambda f: GradScaler().scale_loss(f),
-        lambda f: LossScaleOptimizer(optim.SGD(0.1)).scale_loss(f, model),
-    ):
-        with pytest.raises(TypeError, match="scaled twice"):
-            call(scaler.scale_loss(loss_fn))
-
-
 def test_scaled_and_unscaled_gradients_are_not_mixed_in_one_scaler():
     model = Mlp()
     unscaled = [
