@@ -1,6 +1,6 @@
 """Report the dtype in which each layer computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ import mlx.nn as nn
 
 from ..core.forward import Casting
 from ..files.text import align, dtype_name
-from ..float32.trial import Call, Trial
+from ..float32.trace import trace
+from ..float32.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,19 @@ def compute_dtypes(
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, args, kwargs, casting)
-    return DtypeReport(tuple(_layers(trial.run(evaluate=False).loss_call)))
-
-
-def _layers(caller: Call) -> Iterator[LayerDtypes]:
-    for call in caller.children:
-        yield from _layers(call)
-        if not call.is_float32:
-            dtypes = (tuple(x.dtype for x in xs) for xs in (call.inputs, call.outputs))
-            yield LayerDtypes(call.path or "", call.parameters, *dtypes)
+    *calls, _ = trace(trial, evaluate=False).call.walk()
+    return DtypeReport(
+        tuple(
+            LayerDtypes(
+                call.path or "",
+                call.parameters,
+                tuple(value.dtype for value in call.inputs),
+                tuple(value.dtype for value in call.outputs),
+            )
+            for call in calls
+            if not call.is_float32
+        )
+    )
 
 
 def _names(dtypes: Any) -> str:

@@ -8,14 +8,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.finite import all_finite
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
 from ..core.scaler import GradScaler
 from ..files.text import power
-from ..float32.faults import Fault, find_fault
-from ..float32.report import Float32Search
-from ..float32.search import calibration_line, run_scaled, search
-from ..float32.trial import Progress, Trial
+from ..float32.faults import Fault, find_bad_input, find_nonfinite
+from ..float32.report import FIRST_SCALE, Float32Search
+from ..float32.search import calibration_line, check, search
+from ..float32.trace import trace
+from ..float32.trial import Trial
 from .reading import scale_of
 
 # A model that skips steps may have unusual weights, so allow more than the search does.
@@ -138,29 +140,31 @@ def explain_overflow(
     number = 1.0 if scale is None else scale_of(scale)
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, batch, named, casting)
-    run = trial.run(scale=number)
-    fault = find_fault(trial, run)
-    if fault is not None and fault.cause in ("batch", "parameters"):
-        return OverflowReport(*fault, run.loss, number)
+    traced = trace(trial, number)
+    loss, is_finite = traced.loss, all_finite(traced.gradients).item()
+    if not (math.isfinite(loss) and is_finite) and (fault := find_bad_input(trial)):
+        return OverflowReport(*fault, loss, number)
     # The loss may be finite, but wrong because of an overflow inside a layer.
-    reference = trial.run_in_float32()
-    run.compare(reference, _TOLERANCE)
-    if run.is_good:
+    found = check(trial, None, [number], _TOLERANCE)
+    if found.is_good:
         text = "The loss and the gradients match float32."
-        return OverflowReport("nothing", None, text, run.loss, number)
-    trial = replace(trial, reference=reference, tolerance=_TOLERANCE)
-    scaled = run_scaled(trial, None, Progress("explain_overflow"))
-    if scaled.is_good:
-        found = Float32Search([], scale=scaled.scale)
-    else:
-        found = search([trial], _TOLERANCE)
+        return OverflowReport("nothing", None, text, loss, number)
+    fault = None if found.is_finite else find_nonfinite(traced)
+    scaled = found
+    if not found.is_loss_off:
+        scaled = check(trial, None, [FIRST_SCALE, None], _TOLERANCE)
+    result = Float32Search([], scale=scaled.scale)
+    if not scaled.is_good:
+        result, first = search([trial], _TOLERANCE)
+        if found.is_loss_off or result.where:
+            fault = first or Fault("loss")
+        elif fault is not None:
+            fault = fault._replace(cause="derivative")
     source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
-    found = replace(found, calibration=calibration_line(trial, source))
-    if found.where:
-        fault = find_fault(trial, run)
+    result = replace(result, calibration=calibration_line(trial, source))
     if fault is None:
-        text = f"Small gradients underflow. They match float32 at {power(found.scale)}."
-        fault = Fault("nothing", None, text * (not found.problem))
-    elif fault.cause == "gradients" and (found.where or found.problem):
-        fault = fault._replace(cause="derivative")
-    return OverflowReport(*fault, run.loss, number, found)
+        text = (
+            f"Small gradients underflow. They match float32 at {power(result.scale)}."
+        )
+        fault = Fault("nothing", None, text * (not result.problem))
+    return OverflowReport(*fault, loss, number, result)

@@ -1,25 +1,21 @@
-"""Find the first bad value of a run, and the layer that computed it.
+"""Find the first bad value of a batch, and the layer that computed it."""
 
-For ``explain_overflow``, non-finite values are bad. The search for float32 layers also
-compares each value with a float32 run, and treats values that differ too much as bad.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..core.forward import is_opaque
-from ..files.text import list_some, power
+from ..files.text import dtype_name, list_some
 from ..nonfinite_leaves import nonfinite
-from .trial import Run, Trial, Value, relative_distance
-from .where import owner_of
+from .trace import Call, Trace, Value
+from .trial import Trial
+from .where import ordered_modules, owner_of
 
-# Relative distances from float32. Rounding between two layers stays below the first; an
-# overflow in a sum exceeds it. The second applies if the loss is off but no value
-# exceeds the first.
-_FAR, _SUSPICIOUS = 0.25, 0.05
+# Errors of a layer in half precision. Rounding stays below the first; an overflow in a
+# sum exceeds it. The second applies if the loss is off but no error exceeds the first.
+FAR, SUSPICIOUS = 0.25, 0.05
 
 
 class Fault(NamedTuple):
@@ -30,10 +26,8 @@ class Fault(NamedTuple):
     text: str = ""
 
 
-def find_fault(trial: Trial, run: Run) -> Fault | None:
-    """Return the cause of a bad run, or None if the run is good."""
-    if run.is_good:
-        return None
+def find_bad_input(trial: Trial) -> Fault | None:
+    """Return the first NaN or inf in the batch or the parameters, or None."""
     given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
     flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
     arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
@@ -44,62 +38,87 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
         text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
         return Fault("batch", None, text)
     leaves = nonfinite(trial.model.parameters())
-    if leaves:
-        names = list_some(leaf.path for leaf in leaves)
-        remedy = "Restore an earlier checkpoint."
-        if not any(leaf.nan for leaf in leaves):
-            remedy = (
-                "If a cast to float16 made them inf, train in bfloat16 or float32. "
-                "Otherwise, restore an earlier checkpoint."
-            )
-        text = f"The parameters contain NaN or inf in {names}. {remedy}"
-        return Fault("parameters", owner_of(run.paths, leaves[0].path), text)
-    return _first_fault(run)
+    if not leaves:
+        return None
+    remedy = "Restore an earlier checkpoint."
+    if not any(leaf.nan for leaf in leaves):
+        remedy = (
+            "If a cast to float16 made them inf, train in bfloat16 or float32. "
+            "Otherwise, restore an earlier checkpoint."
+        )
+    names = list_some(leaf.path for leaf in leaves)
+    text = f"The parameters contain NaN or inf in {names}. {remedy}"
+    paths = [path for path, _ in ordered_modules(trial.model)]
+    return Fault("parameters", owner_of(paths, leaves[0].path), text)
 
 
-def _first_fault(run: Run) -> Fault:
-    def first_bad(values: Iterable[Value], distance: float = _FAR) -> Value | None:
-        return next((x for x in values if _is_bad(x, run, distance)), None)
-
-    cause, found = "forward", first_bad(run.forward)
-    if found is None and run.is_loss_off:
-        # If no value is even somewhat off, the loss function itself is at fault.
-        cause, found = "loss", first_bad(run.forward, _SUSPICIOUS)
-    elif found is None:
-        cause, found = "gradients", first_bad(run.backward)
-    if found is None:
-        return Fault(cause)
-    what = f"contains {found}"
-    if found.is_finite:
-        what = f"differs from float32 by {min(relative_distance([found]), 9.99):.0%}"
-    if run.reference and cause == "gradients":
-        what += f", at a loss scale of {power(run.scale)}"
-    layer = found.path if found.side in ("output", "input gradient") else found.caller
-    return Fault(cause, layer, f"{_describe(found)} {what}.")
+def find_wrong_layers(call: Call, error: float) -> list[Call]:
+    """Return the innermost calls whose error in half precision is this large."""
+    inside = [
+        wrong for child in call.children for wrong in find_wrong_layers(child, error)
+    ]
+    return inside or ([call] if call.error >= error else [])
 
 
-def _is_bad(value: Value, run: Run, distance: float) -> bool:
-    other = value.other
-    if run.reference and (other is None or not other.is_finite):
-        return False
-    if (other or value).is_mask:
-        # A mask of float32's lowest number has no sums to compare: they overflow.
-        is_bad = bool(value.nan or value.positive_inf)
-    else:
-        is_far = other is not None and relative_distance([value]) >= distance
-        is_bad = not value.is_finite or is_far
-    # Without a gradient, the value can only affect the loss.
-    return is_bad and (value.has_gradient or run.is_loss_off)
+def describe_error(call: Call, half: mx.Dtype) -> str:
+    """Describe the error of a layer in half precision."""
+    what = f"off by up to {min(call.error, 9.99):.0%}"
+    if call.error == float("inf"):
+        what = "non-finite"
+    return f"The output of {name_of(call.path)} is {what} in {dtype_name(half)}."
 
 
-def _describe(value: Value) -> str:
-    names = {None: "the loss function", "": "the model"}
-    path, caller = (names.get(x, x) for x in (value.path, value.caller))
-    return {
-        "input": f"The input of {path}, which the code of {caller} computes,",
-        "output": f"The output of {path}",
-        "input gradient": f"The gradient of the input of {path}",
-        "output gradient": f"The gradient of the output of {path}, computed by "
-        f"{caller},",
-        "parameter gradient": f"The gradient of the parameter {path}",
-    }[value.side]
+def find_first(call: Call, half: mx.Dtype, error: float) -> Fault | None:
+    """Return the first value that half precision cannot hold or compute, or None."""
+    wrong = find_wrong_layers(call, error)
+    limit = float(mx.finfo(half).max)
+    for place, side, value in values_of(call):
+        owner = place.caller if side == "input" else place.path
+        if value.magnitude > limit:
+            what = f"reaches {value.largest:.3g}, above {limit:g}"
+            return Fault("forward", owner, f"{_describe(place, side)} {what}.")
+        if side == "output" and place in wrong:
+            return Fault("forward", owner, describe_error(place, half))
+    return None
+
+
+def find_nonfinite(traced: Trace) -> Fault | None:
+    """Return the first non-finite value of the forward or backward pass, or None."""
+    forward = ((*x, "forward") for x in values_of(traced.call))
+    backward = ((*x, "gradients") for x in traced.backward)
+    for call, side, value, cause in (*forward, *backward):
+        if value.nonfinite and not value.is_mask:
+            # A layer computes its output, and the gradient of its input.
+            is_own = (side == "output") == (cause == "forward")
+            what = _describe(call, side, gradient=cause == "gradients")
+            count = f"contains {value.nonfinite:.0f} non-finite values"
+            layer = call.path if is_own else call.caller
+            return Fault(cause, layer, f"{what} {count}.")
+    found = nonfinite(traced.gradients)
+    if not found:
+        return None
+    paths = [x.path for x in traced.call.walk() if x.path is not None]
+    layer = owner_of(["", *paths], found[0].path)
+    what = f"The gradient of the parameter {found[0].path} contains"
+    return Fault("gradients", layer, f"{what} {found[0].count} non-finite values.")
+
+
+def values_of(call: Call) -> Iterator[tuple[Call, str, Value]]:
+    """Yield the inputs and outputs of all calls in order of computation."""
+    yield from ((call, "input", value) for value in call.inputs)
+    for child in call.children:
+        yield from values_of(child)
+    yield from ((call, "output", value) for value in call.outputs)
+
+
+def name_of(path: str | None) -> str:
+    """Return the path of a layer, or what to call the model or the loss function."""
+    return {None: "the loss function", "": "the model"}.get(path) or str(path)
+
+
+def _describe(call: Call, side: str, gradient: bool = False) -> str:
+    text = f"the {side} of {name_of(call.path)}"
+    text = f"the gradient of {text}" if gradient else text
+    if (side == "input") != gradient:
+        text += f", which the code of {name_of(call.caller)} computes,"
+    return text[0].upper() + text[1:]
