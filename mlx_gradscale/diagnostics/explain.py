@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.finite import all_finite
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
-from ..core.scaler import GradScaler
 from ..files.text import power
-from ..float32.faults import Fault, find_bad_input, find_nonfinite
 from ..float32.report import FIRST_SCALE, Float32Search
-from ..float32.search import calibration_line, check, search
-from ..float32.trace import trace
+from ..float32.search import check, find_bad_gradient, find_bad_input, search
+from ..float32.trace import Fault
 from ..float32.trial import Trial
 from .reading import scale_of
 
@@ -28,13 +25,9 @@ _ADVICE = {
     "compute_dtype= that training uses, and the scale= of that step.",
     "batch": "No loss scale can fix this.",
     "parameters": "No loss scale can fix this.",
-    "forward": "Loss scaling affects only gradients and cannot help. If the value "
-    "overflowed, compute the layers that produce and read it in float32, make their "
-    "inputs smaller, or compute in bfloat16.",
+    "forward": "Loss scaling affects only gradients and cannot help.",
     "loss": "The model's outputs are finite, but the loss is non-finite or wrong. Loss "
-    "scaling cannot help. Compute the loss in float32, from "
-    "logits.astype(mx.float32), and look for a logarithm of zero or a division by "
-    "zero.",
+    "scaling affects only gradients and cannot help.",
     "gradients": "Only the gradients overflow. A smaller loss scale fixes this: at "
     "{scale}, they are finite and match float32. A dynamic scaler finds such a scale "
     "by itself.",
@@ -140,31 +133,32 @@ def explain_overflow(
     number = 1.0 if scale is None else scale_of(scale)
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, batch, named, casting)
-    traced = trace(trial, number)
-    loss, is_finite = traced.loss, all_finite(traced.gradients).item()
-    if not (math.isfinite(loss) and is_finite) and (fault := find_bad_input(trial)):
-        return OverflowReport(*fault, loss, number)
-    # The loss may be finite, but wrong because of an overflow inside a layer.
     found = check(trial, None, [number], _TOLERANCE)
+
+    def report(cause: str, fault: Fault | None, search: Any = None) -> OverflowReport:
+        layer, text = fault or (None, "")
+        return OverflowReport(
+            cause, layer, text, found.loss, number, search or Float32Search([])
+        )
+
     if found.is_good:
         text = "The loss and the gradients match float32."
-        return OverflowReport("nothing", None, text, loss, number)
-    fault = None if found.is_finite else find_nonfinite(traced)
-    scaled = found
+        return report("nothing", Fault(None, text))
+    is_finite = math.isfinite(found.loss) and found.is_finite
+    if not is_finite and (bad_input := find_bad_input(trial)):
+        return report(*bad_input)
+    first = None if found.is_finite else find_bad_gradient(trial, number)
+    # A loss scale changes only gradients.
     if not found.is_loss_off:
         scaled = check(trial, None, [FIRST_SCALE, None], _TOLERANCE)
-    result = Float32Search([], scale=scaled.scale)
-    if not scaled.is_good:
-        result, first = search([trial], _TOLERANCE)
-        if found.is_loss_off or result.where:
-            fault = first or Fault("loss")
-        elif fault is not None:
-            fault = fault._replace(cause="derivative")
-    source = "scaler" if isinstance(scale, GradScaler) else "optimizer"
-    result = replace(result, calibration=calibration_line(trial, source))
-    if fault is None:
-        text = (
-            f"Small gradients underflow. They match float32 at {power(result.scale)}."
-        )
-        fault = Fault("nothing", None, text * (not result.problem))
-    return OverflowReport(*fault, loss, number, result)
+        if scaled.is_good:
+            result = Float32Search([], scale=scaled.scale)
+            if not found.is_finite:
+                return report("gradients", first, result)
+            at = power(scaled.scale)
+            text = f"Small gradients underflow. They match float32 at {at}."
+            return report("nothing", Fault(None, text), result)
+    result, fault = search([trial], _TOLERANCE)
+    if found.is_loss_off or result.where:
+        return report("forward" if fault else "loss", fault, result)
+    return report("nothing" if found.is_finite else "derivative", first, result)

@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -12,29 +11,31 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..core.finite import all_finite
-from ..core.forward import Casting
+from ..core.forward import Casting, is_opaque
 from ..core.gradients import check_loss_fn
 from ..core.trees import leaves
-from ..files.text import dtype_name
-from .faults import (
-    FAR,
-    SUSPICIOUS,
-    Fault,
-    describe_error,
-    find_bad_input,
-    find_first,
-    find_nonfinite,
-    find_wrong_layers,
-    values_of,
-)
+from ..files.text import list_some
+from ..nonfinite_leaves import nonfinite
 from .layers import float32_layers
 from .report import FIRST_SCALE, Float32Search, Row
-from .trace import Call, Trace, Value, trace, trace_errors
+from .trace import (
+    Call,
+    Fault,
+    describe_error,
+    find_first,
+    find_wrong,
+    floats,
+    magnitude,
+    trace,
+)
 from .trial import Trial, preserved
-from .where import TO, TO_THE_LOSS, is_inside, resolve
+from .where import TO, TO_THE_LOSS, is_inside, ordered_modules, owner_of, resolve
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
+# Errors of a layer in half precision. Rounding stays below the first; an overflow in a
+# sum exceeds it. The second applies if the loss is off but no error exceeds the first.
+_FAR, _SUSPICIOUS = 0.25, 0.05
 # How often layers are added for one batch, and how many layers before the loss to try.
 _ROUNDS, _LAST_LAYERS = 5, 8
 # Rounding in both passes affects gradients, so they may differ more than the loss, but
@@ -42,7 +43,7 @@ _ROUNDS, _LAST_LAYERS = 5, 8
 _GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
 
 
-_EVEN_IN_FLOAT32 = "{} gives non-finite values even in float32. {}"
+_EVEN_IN_FLOAT32 = "gives non-finite values even in float32."
 _LOOK = (
     "Look for values that grow too large, a logarithm or square root of zero, a "
     "division by zero, or a cast to half precision."
@@ -154,15 +155,51 @@ def search(
     """
     state, problem = _Search(trials[0], tolerance, margin), ""
     try:
-        pairs = [(trial, state.trace_in_float32(trial)) for trial in trials]
-        for trial, traced in pairs:
-            state.fix_loss(trial, traced)
+        traced = [(trial, *state.cover(trial)) for trial in trials]
+        for each in traced:
+            state.fix_loss(*each)
         for trial in trials:
             state.check_gradients(trial)
     except NoFixFound as error:
         state.reasons, problem = {}, str(error)
-    found = replace(state.report(problem), calibration=calibration_line(trials[0]))
-    return found, state.fault
+    return state.report(problem), state.fault
+
+
+def find_bad_input(trial: Trial) -> tuple[str, Fault] | None:
+    """Return the first NaN or inf in the batch or the parameters and its cause."""
+    given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
+    flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
+    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
+    # Ignore -inf, because additive masks contain it.
+    found = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
+    if found:
+        names = list_some(x.path for x in found)
+        text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
+        return "batch", Fault(None, text)
+    found = nonfinite(trial.model.parameters())
+    if not found:
+        return None
+    remedy = "Restore an earlier checkpoint."
+    if not any(x.nan for x in found):
+        remedy = (
+            "If a cast to float16 made them inf, train in bfloat16 or float32. "
+            "Otherwise, restore an earlier checkpoint."
+        )
+    names = list_some(x.path for x in found)
+    text = f"The parameters contain NaN or inf in {names}. {remedy}"
+    paths = [path for path, _ in ordered_modules(trial.model)]
+    return "parameters", Fault(owner_of(paths, found[0].path), text)
+
+
+def find_bad_gradient(trial: Trial, scale: float = 1.0) -> Fault | None:
+    """Run a batch, and return its first non-finite gradient in order of computation."""
+    traced = trace(trial, scale)
+    found = nonfinite(traced.gradients)
+    if traced.bad_gradient or not found:
+        return traced.bad_gradient
+    paths = [path for path, _ in ordered_modules(trial.model)]
+    text = f"The gradient of the parameter {found[0].path} is NaN or inf."
+    return Fault(owner_of(paths, found[0].path), text)
 
 
 class Check(NamedTuple):
@@ -172,8 +209,8 @@ class Check(NamedTuple):
     loss: float
     expected_loss: float
     distance: float
-    tolerance: float
     is_finite: bool
+    tolerance: float
 
     @property
     def is_loss_off(self) -> bool:
@@ -185,11 +222,6 @@ class Check(NamedTuple):
         """Whether loss and gradients are finite and close to float32."""
         allowed = min(_GRADIENT_TOLERANCE * self.tolerance, _FARTHEST)
         return not self.is_loss_off and self.is_finite and self.distance <= allowed
-
-
-def _is_off(loss: float, expected: float, tolerance: float) -> bool:
-    # Negated, because every comparison with NaN is False.
-    return not abs(loss - expected) <= tolerance * max(abs(expected), 1e-6)
 
 
 def check(
@@ -214,10 +246,15 @@ def check(
             is_finite = bool(all_finite(gradients).item())
             distance = _distance(exact_gradients, gradients)
             numbers = scale, float(loss), float(expected), distance
-            found = Check(*numbers, tolerance, is_finite)
+            found = Check(*numbers, is_finite, tolerance)
             if found.is_good or found.is_loss_off:
                 break
     return found
+
+
+def _is_off(loss: float, expected: float, tolerance: float) -> bool:
+    # Negated, because every comparison with NaN is False.
+    return not abs(loss - expected) <= tolerance * max(abs(expected), 1e-6)
 
 
 def _distance(exact: Any, half: Any) -> float:
@@ -240,65 +277,67 @@ class _Search:
     def __init__(self, trial: Trial, tolerance: float, margin: float):
         self.reasons: dict[str, str] = {}
         self.fault: Fault | None = None
-        self.checks: list[Check] = []
-        self._model, self._tolerance, self._margin = trial.model, tolerance, margin
+        self._checks: list[Check] = []
+        self._model, self._tolerance = trial.model, tolerance
         self._half = trial.half or mx.float16
         self._maximum = float(mx.finfo(self._half).max)
+        self._large = self._maximum / margin
         self._largest: dict[str, float] = {}
-        # Magnitudes to ignore: of the batch, and of values that training cannot change.
-        self._given: set[float] = set()
         self._count, self._start = 0, time.monotonic()
 
-    def _show(self, run: str) -> None:
+    def _show(self, run: str, where: Iterable[str] = ()) -> None:
         self._count += 1
         if sys.stderr.isatty() and time.monotonic() - self._start >= _DELAY:
             text = f"Search for float32 layers, run {self._count}: {run}"
+            names = [x if x.partition(TO)[0] else f"the model{x}" for x in where]
+            text += f", with {', '.join(names)} in float32" if names else ""
             print(text, file=sys.stderr, flush=True)
-
-    def trace_in_float32(self, trial: Trial) -> Trace:
-        """Trace a batch without float32 layers; select those with large values."""
-        self._show(f"{trial.name} in float32")
-        with preserved(self._model):
-            float32_layers(self._model, [])
-            traced = trace_errors(trial)
-        loss = traced.loss
-        if not math.isfinite(loss):
-            fault = find_bad_input(trial) or find_nonfinite(traced)
-            text = f"{fault.text} " if fault else ""
-            if fault is None or fault.cause not in ("batch", "parameters"):
-                text += f"The loss is {loss}. {_LOOK}"
-            raise NoFixFound(_EVEN_IN_FLOAT32.format(trial.name, text.strip()))
-        for call, _, value in values_of(traced.call):
-            if call.path is not None:
-                size = max(value.magnitude, self._largest.get(call.path, 0.0))
-                self._largest[call.path] = size
-        self.fault = self.fault or find_first(traced.call, self._half, FAR)
-        self._cover(traced.call)
-        return traced
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
         where = list(resolve(self._model, self.reasons))
         inside = self._paths(where)
-        rows = []
-        for path, size in self._largest.items():
-            overflows_inside = path in where and size <= self._maximum
-            is_float32 = is_inside(path, *inside)
-            rows.append(Row(path, size, is_float32, self._maximum, overflows_inside))
-        losses = [(found.expected_loss, found.loss) for found in self.checks]
+        rows = [
+            Row(path, size, is_inside(path, *inside), self._maximum)
+            for path, size in self._largest.items()
+        ]
+        losses = [(found.expected_loss, found.loss) for found in self._checks]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
-        scale = min((found.scale for found in self.checks), default=FIRST_SCALE)
+        scale = min((found.scale for found in self._checks), default=FIRST_SCALE)
         return Float32Search(where, reasons, rows, problem, losses, share, scale)
 
     # Large values between layers, as measured in the float32 run.
 
+    def cover(self, trial: Trial) -> tuple[Call, float]:
+        """Trace a batch in float32, and select the layers that exchange large values.
+
+        Returns the call of the loss function, and the loss.
+        """
+        self._show(f"{trial.name} in float32")
+        with preserved(self._model):
+            float32_layers(self._model, [])
+            call, loss, *_ = trace(trial, errors=True)
+        if not math.isfinite(loss):
+            cause, fault = find_bad_input(trial) or ("", find_first(call, mx.float32))
+            text = fault.text if fault else ""
+            text += "" if cause else f" The loss is {loss}. {_LOOK}"
+            raise NoFixFound(f"{trial.name} {_EVEN_IN_FLOAT32} {text.strip()}")
+        for each in call.walk():
+            if each.path is not None:
+                size = max(each.largest, self._largest.get(each.path, 0.0))
+                self._largest[each.path] = size
+        self.fault = self.fault or find_first(call, self._half, _FAR)
+        # The batch itself can be large, but training does not change it.
+        self._given = {
+            float(magnitude([x])) for x in floats((trial.args, trial.kwargs))
+        }
+        self._cover(call)
+        return call, loss
+
     def _cover(self, call: Call) -> None:
         """Select a call's layers that exchange values near or above the maximum."""
-        if call.path is None:
-            inputs = [v for c in call.children for v in c.inputs]
-            self._given = {v.magnitude for v in inputs if not v.has_gradient}
-        large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
+        large = self._large_calls(call)
         for child in call.children:
             if child not in large:
                 self._cover(child)
@@ -306,7 +345,7 @@ class _Search:
         if all(is_inside(c.path or "", *inside) for c in large):
             return
         entry = self._chain_for(call, call.children.index(large[0]))
-        largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
+        largest = max(c.largest for c in large)
         above = "above" if largest > self._maximum else "close to"
         self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
 
@@ -319,13 +358,13 @@ class _Search:
         # "head to the loss". If blocks.0 itself computes 1e5 between its own layers,
         # the call is that of blocks.0, and the entry "blocks.0".
         children = call.children
-        if self._is_large(children[first].inputs):
+        if self._is_large(children[first].largest_input):
             # The caller's own code computed the value, between calls of its children.
             if call.path is not None and (self._share([call.path]) <= 0.5 or not first):
                 return call.path
             first = max(first - 1, 0)
-        readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
-        makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
+        readers = [i for i, c in enumerate(children) if self._is_large(c.largest_input)]
+        makers = [i for i, c in enumerate(children) if self._is_large(c.largest_output)]
         last = max([*readers, *(i + 1 for i in makers)])
         if last < len(children):
             return self._name_chain(children[first : last + 1])
@@ -334,10 +373,10 @@ class _Search:
         # The value reaches the loss function. If a model returns the value of its last
         # layers, only these have to compute in float32.
         calls = children[first:]
-        while len(calls) == 1 and not self._is_large(calls[0].inputs):
+        while len(calls) == 1 and not self._is_large(calls[0].largest_input):
             inner = calls[0].children
-            large = [c for c in inner if self._is_large(c.inputs + c.outputs)]
-            if not large or self._is_large(large[0].inputs):
+            large = self._large_calls(calls[0])
+            if not large or self._is_large(large[0].largest_input):
                 break
             calls = inner[inner.index(large[0]) :]
         return f"{self._name_chain(calls)}{TO_THE_LOSS}"
@@ -347,26 +386,28 @@ class _Search:
         short = TO.join(dict.fromkeys([paths[0], paths[-1]]))
         return short if self._paths([short]) == paths else TO.join(paths)
 
-    def _is_large(self, values: list[Value]) -> bool:
-        sizes = {value.magnitude for value in values} - self._given
-        return any(size >= self._maximum / self._margin for size in sizes)
+    def _is_large(self, size: float) -> bool:
+        return size >= self._large and size not in self._given
+
+    def _large_calls(self, call: Call) -> list[Call]:
+        sizes = [(x, (x.largest_input, x.largest_output)) for x in call.children]
+        return [x for x, size in sizes if any(map(self._is_large, size))]
 
     # Layers that are wrong in half precision.
 
-    def fix_loss(self, trial: Trial, traced: Trace) -> None:
+    def fix_loss(self, trial: Trial, call: Call, expected: float) -> None:
         """Select layers until the loss of this batch agrees with float32."""
-        expected, call = traced.loss, traced.call
         for _ in range(_ROUNDS):
             loss = self._loss(trial, self.reasons)
             if not _is_off(loss, expected, self._tolerance):
                 return
             if self.reasons:
-                self._show(f"{trial.name} in float32{self._names(self.reasons)}")
+                self._show(f"{trial.name} in float32", self.reasons)
                 with preserved(self._model):
                     float32_layers(self._model, list(self.reasons))
-                    call = trace_errors(trial).call
+                    call = trace(trial, errors=True).call
             why = f"The loss is {loss:.4g} instead of {expected:.4g}."
-            wrong = find_wrong_layers(call, FAR) or find_wrong_layers(call, SUSPICIOUS)
+            wrong = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
             found = {x.path or "": describe_error(x, self._half) for x in wrong}
             if not found and (last := self._find_last_layer(trial, call, expected)):
                 found = {last: why}
@@ -394,7 +435,7 @@ class _Search:
 
     def _loss(self, trial: Trial, where: Iterable[str]) -> float:
         """Return the loss in half precision with these float32 layers."""
-        self._show(f"{trial.name} in half precision{self._names(where)}")
+        self._show(f"{trial.name} in half precision", where)
         with preserved(self._model):
             float32_layers(self._model, list(where))
             loss, _ = trial.differentiate()
@@ -402,18 +443,17 @@ class _Search:
 
     def check_gradients(self, trial: Trial) -> None:
         """Check the gradients of this batch at a scale at which they fit."""
-        names = self._names(self.reasons)
-        self._show(f"{trial.name} forward and backward{names}")
+        self._show(f"{trial.name} forward and backward", self.reasons)
         scales = FIRST_SCALE, None
         found = check(trial, list(self.reasons), scales, self._tolerance)
-        self.checks.append(found)
+        self._checks.append(found)
         if found.is_good:
             return
         with trial.in_float32() as exact:
-            fault = find_nonfinite(trace(exact))
-        if fault is not None:
-            text = _EVEN_IN_FLOAT32.format(trial.name, fault.text)
-            raise NoFixFound(f"{text} {_ROOT}")
+            bad = find_bad_gradient(exact)
+        if bad:
+            text = f"{_EVEN_IN_FLOAT32} {bad.text}"
+            raise NoFixFound(f"{trial.name} {text} {_ROOT}")
         if found.is_finite:
             raise NoFixFound(
                 "Nothing overflows, but rounding or underflow changes the gradients by "
@@ -421,10 +461,6 @@ class _Search:
                 "raise the tolerance of find_float32_layers."
             )
         raise NoFixFound(f"The gradients are non-finite at every loss scale. {_ROOT}")
-
-    def _names(self, where: Iterable[str]) -> str:
-        names = [x if x.partition(TO)[0] else f"the model{x}" for x in where]
-        return f", with {', '.join(names)} in float32" if names else ""
 
     def _paths(self, where: Iterable[str]) -> list[str]:
         return [p for paths in resolve(self._model, where).values() for p in paths]
@@ -434,16 +470,3 @@ class _Search:
         sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
         inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
         return float(inside / max(sum(sizes.values()), 1))
-
-
-def calibration_line(trial: Trial, source: str = "optimizer") -> str:
-    """Return the line of code that calibrates the loss scale for a trial."""
-    name = getattr(trial.loss_fn, "__name__", "")
-    arguments = [source, "model", name if name.isidentifier() else "loss_fn"]
-    arguments += ["*batch"] if trial.args else []
-    arguments += [f"{name}={name}" for name in trial.kwargs]
-    dtype, keep, cast_inputs = trial.casting
-    arguments += [f"compute_dtype=mx.{dtype_name(dtype)}"] if dtype else []
-    arguments += ["keep=keep"] if keep else []
-    arguments += [] if cast_inputs else ["cast_inputs=False"]
-    return f"mlx_gradscale.diagnostics.calibrate({', '.join(arguments)})"

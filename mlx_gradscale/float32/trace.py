@@ -1,54 +1,23 @@
-"""Trace one batch: the calls of all layers, their values, and their errors in half."""
+"""Trace a batch: every call of a layer, its largest values, and its error in half."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from ..core.finite import all_finite
 from ..core.forward import is_opaque, writable_arrays
-from ..core.intercept import Handler, watch
+from ..core.intercept import watch
 from ..core.trees import commit, leaves, restore, snapshot
+from ..files.text import dtype_name
 from .layers import computes_in_float32, first_half, map_arguments
 from .trial import Trial, preserved, read_random_key
-from .where import ordered_modules, owner_of
-
-
-@dataclass(eq=False)
-class Value:
-    """A floating-point input or output of a layer, or the gradient of one.
-
-    Attributes:
-        dtype (Dtype): The dtype.
-        nonfinite (int): The number of elements that are NaN, inf or -inf.
-        largest (float): The largest finite magnitude.
-        maximum (float): The largest finite element.
-        has_gradient (bool): Whether a gradient reaches the value.
-    """
-
-    dtype: mx.Dtype
-    nonfinite: int = 0
-    largest: float = 0.0
-    maximum: float = 0.0
-    has_gradient: bool = False
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether this looks like a mask: its maximum is 0, and it has no gradient.
-
-        The other elements of a mask are -inf, or the lowest number of its dtype.
-        """
-        return self.maximum == 0 and not self.has_gradient
-
-    @property
-    def magnitude(self) -> float:
-        """The largest finite magnitude; 0 for a mask."""
-        return 0.0 if self.is_mask else self.largest
+from .where import ordered_modules
 
 
 @dataclass(eq=False)
@@ -56,24 +25,32 @@ class Call:
     """One call to a layer, or to the loss function if ``path`` is None.
 
     Attributes:
-        path (str or None): The path of the layer.
-        caller (str or None): The path of the layer that makes the call.
+        path (str or None): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The dtype of its own half-precision parameters.
+        inputs (tuple): The dtypes of its floating-point inputs.
+        outputs (tuple): The dtypes of its floating-point outputs.
         is_float32 (bool): Whether it is a float32 layer, or is called inside one.
-        inputs, outputs (list): A :class:`Value` for each floating-point array.
+        largest_input (float): The largest magnitude of its inputs, except of masks.
+        largest_output (float): The largest magnitude of its outputs.
+        error (float): How far its outputs are off in half precision, relative to their
+            size: that of the worst row.
         children (list): The calls that it makes.
-        error (float): The distance of its outputs from float32 if it computes in half
-            precision, relative to their size; that of the worst row.
     """
 
     path: str | None
-    caller: str | None = None
     parameters: mx.Dtype | None = None
+    inputs: tuple[mx.Dtype, ...] = ()
+    outputs: tuple[mx.Dtype, ...] = ()
     is_float32: bool = False
-    inputs: list[Value] = field(default_factory=list)
-    outputs: list[Value] = field(default_factory=list)
+    largest_input: Any = 0.0
+    largest_output: Any = 0.0
+    error: Any = 0.0
     children: list["Call"] = field(default_factory=list)
-    error: float = 0.0
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of its inputs and outputs."""
+        return float(max(self.largest_input, self.largest_output))
 
     def walk(self) -> Iterator["Call"]:
         """Yield all calls inside this one in order of return, then this one."""
@@ -82,36 +59,31 @@ class Call:
         yield self
 
 
-@dataclass
-class Trace:
-    """A traced batch.
+class Fault(NamedTuple):
+    """A bad value, and the layer that computed it; None is the loss function."""
 
-    Attributes:
-        call (Call): The call of the loss function.
-        loss (float): The loss; NaN if it was not evaluated.
-        gradients (Any): The unscaled gradients, not evaluated.
-        backward (list): The gradient of each input and output in order of computation,
-            with its call and its side, "input" or "output".
-    """
+    layer: str | None
+    text: str
+
+
+class Trace(NamedTuple):
+    """A traced batch, its loss, and its first non-finite gradient of an activation."""
 
     call: Call
     loss: float
     gradients: Any
-    backward: list[tuple[Call, str, Value]]
+    bad_gradient: Fault | None
 
 
-def trace(trial: Trial, scale: float = 1.0, evaluate: bool = True) -> Trace:
-    """Trace a batch as it trains. Without ``evaluate``, only the dtypes are known."""
-    with preserved(trial.model):
-        return _Tracer({}, mx.float32).run(trial, scale, evaluate)
+def trace(
+    trial: Trial, scale: float = 1.0, *, errors: bool = False, evaluate: bool = True
+) -> Trace:
+    """Run a batch forward and backward, and trace the calls of its layers.
 
-
-def trace_errors(trial: Trial) -> Trace:
-    """Trace a batch in float32, where each layer also runs in half precision.
-
-    Both runs of a layer have the same inputs, so the error is that of the layer. Inputs
-    outside the range are clipped, because another layer computed them. A layer runs
-    once more for each layer that contains it.
+    With ``errors``, the batch runs in float32, and each layer also runs in half
+    precision on the same inputs, so that its error is its own. Inputs outside the range
+    are clipped, because another layer computed them. A layer runs once more for each
+    layer that contains it. Without ``evaluate``, only the dtypes are known.
     """
     casting, own = trial.casting, trial.model.trainable_parameters()
     cast = casting.cast_parameters(trial.model, own) if casting.compute_dtype else own
@@ -120,34 +92,81 @@ def trace_errors(trial: Trial) -> Trace:
         (id(box), key): new.get(id(x), x.dtype)
         for box, key, x in writable_arrays(trial.model)
     }
-    tracer = _Tracer(dtypes, trial.half or mx.float16)
-    with trial.in_float32() as exact:
-        return tracer.run(exact)
+    tracer = _Tracer(dtypes, (trial.half or mx.float16) if errors else None)
+    if errors:
+        with trial.in_float32() as exact:
+            return tracer.run(exact, scale, evaluate)
+    with preserved(trial.model):
+        return tracer.run(trial, scale, evaluate)
+
+
+def find_wrong(call: Call, error: float) -> list[Call]:
+    """Return the innermost calls whose error in half precision is this large."""
+    inside = [x for child in call.children for x in find_wrong(child, error)]
+    return inside or ([call] if call.error >= error else [])
+
+
+def find_first(
+    call: Call, dtype: mx.Dtype, error: float = math.inf, caller: str | None = None
+) -> Fault | None:
+    """Return the first value that a dtype cannot hold, or with this error, or None."""
+    limit = float(mx.finfo(dtype).max)
+
+    def reaches(largest: float) -> str:
+        is_known = largest < math.inf
+        return (
+            f"reaches {largest:.3g}, above {limit:g}" if is_known else "is NaN or inf"
+        )
+
+    name = name_of(call.path)
+    if call.largest_input > limit:
+        what = f"which the code of {name_of(caller)} computes, "
+        text = f"The input of {name}, {what}{reaches(call.largest_input)}."
+        return Fault(caller, text)
+    for child in call.children:
+        if found := find_first(child, dtype, error, call.path):
+            return found
+    if call.largest_output > limit:
+        text = f"The output of {name} {reaches(call.largest_output)}."
+        return Fault(call.path, text)
+    if call.error >= error and dtype != mx.float32:
+        return Fault(call.path, describe_error(call, dtype))
+    return None
+
+
+def describe_error(call: Call, half: mx.Dtype) -> str:
+    """Describe the error of a layer in half precision."""
+    is_known = call.error < math.inf
+    what = f"off by up to {min(call.error, 9.99):.0%}" if is_known else "non-finite"
+    return f"The output of {name_of(call.path)} is {what} in {dtype_name(half)}."
+
+
+def name_of(path: str | None) -> str:
+    """Return the path of a layer, or what to call the model or the loss function."""
+    return {None: "the loss function", "": "the model"}.get(path) or str(path)
 
 
 class _Tracer:
     """The handlers that record calls.
 
-    ``dtypes`` are those of arrays in half precision, by container and key. If there are
-    none, nothing is compared.
+    ``dtypes`` are those of the model's arrays in half precision, by container and key.
+    With ``half``, each layer also runs in half precision.
     """
 
-    def __init__(self, dtypes: dict[tuple[int, Any], mx.Dtype], half: mx.Dtype):
+    def __init__(self, dtypes: dict[tuple[int, Any], mx.Dtype], half: mx.Dtype | None):
         self._dtypes, self._half = dtypes, half
-        self._limit = float(mx.finfo(half).max)
         self._root = self._running = Call(None)
         self._is_forward_done = self._is_comparing = False
-        self._backward: list[tuple[Call, str, Value]] = []
-        self._values: list[tuple[Value, mx.array]] = []
-        self._errors: list[tuple[Call, mx.array]] = []
+        self._backward: list[tuple[str, str, mx.array]] = []
 
-    def run(self, trial: Trial, scale: float = 1.0, evaluate: bool = True) -> Trace:
+    def run(self, trial: Trial, scale: float, evaluate: bool) -> Trace:
         """Run a batch forward and backward."""
         modules = ordered_modules(trial.model)
-        self._paths = [path for path, _ in modules]
         # A module with several paths gets one handler, for its first path.
         first = {id(module): (module, path) for path, module in reversed(modules)}
-        pairs = [(module, self._make_handler(path)) for module, path in first.values()]
+        pairs = [
+            (module, partial(self._handle, path)) for module, path in first.values()
+        ]
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = trial.loss_fn(*args, **kwargs)
@@ -156,77 +175,70 @@ class _Tracer:
 
         with watch(pairs):
             loss, gradients = replace(trial, loss_fn=loss_fn).differentiate(scale)
-        if evaluate:
-            rows, errors = ([x for _, x in y] for y in (self._values, self._errors))
-            mx.eval(loss, rows, errors)
-            for value, row in self._values:
-                numbers = np.array(row).tolist()
-                value.nonfinite, value.largest, value.maximum = numbers
-            for call, error in self._errors:
-                number = float(error)
-                number = math.inf if math.isnan(number) else number
-                call.error = max(number, call.error)
-        number = float(loss) if evaluate else math.nan
-        return Trace(self._root, number, gradients, self._backward)
+        if not evaluate:
+            return Trace(self._root, math.nan, gradients, None)
+        names = "largest_input", "largest_output", "error"
+        fields = [(call, name) for call in self._root.walk() for name in names]
+        backward = [is_finite for *_, is_finite in self._backward]
+        mx.eval([getattr(*each) for each in fields], backward, loss)
+        for call, name in fields:
+            number = float(getattr(call, name))
+            setattr(call, name, math.inf if math.isnan(number) else number)
+        bad = (x for x in self._backward if not x[2].item())
+        path, side, _ = next(bad, ("", "", None))
+        text = f"The gradient of the {side} of {name_of(path)} is NaN or inf."
+        return Trace(
+            self._root, float(loss), gradients, Fault(path, text) if side else None
+        )
 
-    def _make_handler(self, path: str) -> Handler:
-        def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if self._is_comparing:
-                return function(*args, **kwargs)
-            caller = self._running
-            call = Call(path, caller.path, first_half(module.values()))
-            call.is_float32 = caller.is_float32 or computes_in_float32(module)
-            if not self._is_forward_done:
-                caller.children.append(call)
-            elif caller.path is None and path:
-                # mx.checkpoint calls the layer again in the backward pass.
-                call.caller = owner_of([p for p in self._paths if p != path], path)
-            run_half = None
-            if self._dtypes and not self._is_forward_done and not call.is_float32:
-                run_half = self._in_half(module, function, args, kwargs)
-            tap = partial(self._tap, call, "input")
-            args, kwargs = map_arguments(tap, args, kwargs)
-            self._running = call
-            try:
-                outputs = function(*args, **kwargs)
-            finally:
-                self._running = caller
-            if run_half is not None:
-                pairs = zip(_floats(outputs), _floats(run_half()), strict=False)
-                self._errors += [(call, _distance(*pair)) for pair in pairs]
-            tap = partial(self._tap, call, "output")
-            return tree_map(tap, outputs, is_leaf=is_opaque)
-
-        return handle
-
-    def _tap(self, call: Call, side: str, x: mx.array) -> Any:
-        """Measure an array now, and its gradient in the backward pass."""
-        if not mx.issubdtype(x.dtype, mx.floating):
-            return x
-        value = Value(x.dtype)
-        (call.inputs if side == "input" else call.outputs).append(value)
+    def _handle(
+        self, path: str, module: nn.Module, function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._is_comparing:
+            return function(*args, **kwargs)
+        caller, call = self._running, Call(path, first_half(module.values()))
+        call.is_float32 = caller.is_float32 or computes_in_float32(module)
+        run_half, given = None, floats((args, kwargs))
+        # In the backward pass, mx.checkpoint calls layers again.
         if not self._is_forward_done:
-            self._values.append((value, _measure(x)))
+            caller.children.append(call)
+            call.inputs = tuple(x.dtype for x in given)
+            call.largest_input = magnitude(given)
+            if self._half is not None and not call.is_float32:
+                run_half = self._in_half(module, function, args, kwargs)
+        self._running = call
+        try:
+            args, kwargs = map_arguments(self._tap(path, "input"), args, kwargs)
+            outputs = function(*args, **kwargs)
+        finally:
+            self._running = caller
+        found = floats(outputs)
+        call.outputs = tuple(x.dtype for x in found)
+        call.largest_output = magnitude(found)
+        if run_half is not None:
+            call.error = _distance(found, floats(run_half()))
+        return tree_map(self._tap(path, "output"), outputs, is_leaf=is_opaque)
+
+    def _tap(self, path: str, side: str) -> Callable[[Any], Any]:
+        """Return an identity that checks the gradients of arrays."""
 
         def note(_: Any, gradient: mx.array, __: Any) -> mx.array:
-            value.has_gradient = True
-            self._values.append((Value(gradient.dtype), _measure(gradient)))
-            self._backward.append((call, side, self._values[-1][0]))
+            self._backward.append((path, side, all_finite([gradient])))
             return gradient
 
         identity: Any = mx.custom_function(lambda x: x)
         identity.vjp(note)
-        return identity(x)
+        return lambda x: identity(x) if _is_float(x) else x
 
     def _in_half(
         self, module: nn.Module, function: Any, args: Any, kwargs: Any
     ) -> Callable[[], Any]:
         """Cast the inputs of a layer, and return a function that runs it on them."""
+        half: Any = self._half
+        limit = float(mx.finfo(half).max)
 
         def cast(x: Any) -> Any:
-            if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
-                return x
-            return mx.clip(x, -self._limit, self._limit).astype(self._half)
+            return mx.clip(x, -limit, limit).astype(half) if _is_float(x) else x
 
         # Cast now, because the layer may modify its arguments in place.
         given: Any = tree_map(cast, (args, kwargs), is_leaf=is_opaque)
@@ -234,13 +246,12 @@ class _Tracer:
 
         def run() -> Any:
             saved, after = snapshot(module), read_random_key()
-            writes = [
-                (box, key, x.astype(self._dtypes.get((id(box), key), x.dtype)))
-                for box, key, x in writable_arrays(module)
-            ]
             self._is_comparing = True
             try:
-                commit(writes)
+                commit(
+                    (box, key, x.astype(self._dtypes.get((id(box), key), x.dtype)))
+                    for box, key, x in writable_arrays(module)
+                )
                 mx.random.seed(before)  # so that Dropout drops the same values
                 return function(*given[0], **given[1])
             finally:
@@ -251,32 +262,41 @@ class _Tracer:
         return run
 
 
-def _floats(outputs: Any) -> list[mx.array]:
-    found = [x for _, x in tree_flatten([outputs], is_leaf=is_opaque)]
-    arrays = [x for x in found if isinstance(x, mx.array)]
-    return [x for x in arrays if x.size and mx.issubdtype(x.dtype, mx.floating)]
+def _is_float(x: Any) -> bool:
+    return isinstance(x, mx.array) and bool(mx.issubdtype(x.dtype, mx.floating))
 
 
-def _measure(x: mx.array) -> mx.array:
-    """Return the statistics of a :class:`Value` as one lazy row."""
-    if not x.size:
-        return mx.zeros(3)
-    is_finite, x = mx.isfinite(x), x.astype(mx.float32)
-    count = mx.sum(~is_finite).astype(mx.float32)
-    largest = mx.max(mx.abs(mx.where(is_finite, x, 0.0)))
-    return mx.stack([count, largest, mx.max(mx.where(is_finite, x, -math.inf))])
+def floats(tree: Any) -> list[mx.array]:
+    """Return the non-empty floating-point arrays of arguments or outputs."""
+    found = [x for _, x in tree_flatten([tree], is_leaf=is_opaque)]
+    return [x for x in found if _is_float(x) and x.size]
 
 
-def _distance(exact: mx.array, half: mx.array) -> mx.array:
+def magnitude(arrays: list[mx.array]) -> mx.array:
+    """Lazily compute the largest magnitude of arrays, which are not masks.
+
+    A mask contains 0, and -inf or the lowest number of its dtype.
+    """
+    found = [mx.array(0.0)]
+    for x in arrays:
+        x = x.astype(mx.float32)
+        largest = mx.max(mx.where(x == -math.inf, 0.0, mx.abs(x)))
+        found.append(mx.where(mx.max(x) == 0, 0.0, largest))
+    return mx.max(mx.stack(found))
+
+
+def _distance(exact: list[mx.array], half: list[mx.array]) -> mx.array:
     """Return how far the worst row is off, relative to its size or that of most rows.
 
     So a single row that overflows is seen, and one that rounds to zero is not.
     """
-    width = exact.shape[-1] if exact.ndim else 1
-    exact, half = (x.astype(mx.float32).reshape(-1, width) for x in (exact, half))
-    is_finite = mx.isfinite(exact)
-    off, exact = mx.where(is_finite, half - exact, 0), mx.where(is_finite, exact, 0)
-    largest = mx.maximum(mx.max(mx.abs(exact)), 1e-30)  # so that no square overflows
-    squares = [mx.square(x / largest).sum(axis=-1) for x in (off, exact)]
-    sizes = mx.maximum(squares[1], mx.maximum(mx.mean(squares[1]), 1e-12))
-    return mx.sqrt(mx.max(squares[0] / sizes))
+    found = [mx.array(0.0)]
+    for a, b in zip(exact, half, strict=False):
+        width = a.shape[-1] if a.ndim else 1
+        a, b = (x.astype(mx.float32).reshape(-1, width) for x in (a, b))
+        off, a = (mx.where(mx.isfinite(a), x, 0.0) for x in (b - a, a))
+        largest = mx.maximum(mx.max(mx.abs(a)), 1e-30)  # so that no square overflows
+        wrong, size = (mx.square(x / largest).sum(axis=-1) for x in (off, a))
+        size = mx.maximum(size, mx.maximum(mx.mean(size), 1e-12))
+        found.append(mx.sqrt(mx.max(wrong / size)))
+    return mx.max(mx.stack(found))

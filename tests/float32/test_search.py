@@ -242,7 +242,7 @@ HOPELESS = {
     "logarithm": (lambda _, loss_fn: (lambda x: mx.log(loss_fn(x) * 0), X),
         "The loss is -inf"),
     "input": (lambda _, loss_fn: (lambda x: loss_fn(mx.log(x * 0)), X),
-        "even in float32. The input of the model, which the code of the loss"),
+        "even in float32. The output of layers.0 contains NaN or inf."),
     "root": (lambda model, _: (lambda x: mx.sqrt(model(x) * 0.0).sum(), X),
         "non-finite values even in float32. The gradient"),
     "scale": (lambda _, loss_fn: (lambda x: 1e-25 * loss_fn(x), X),
