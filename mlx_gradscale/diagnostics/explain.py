@@ -11,8 +11,9 @@ import mlx.nn as nn
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
 from ..files.text import power
+from ..float32.check import check, find_bad_gradient, find_bad_input
 from ..float32.report import FIRST_SCALE, Float32Search
-from ..float32.search import check, find_bad_gradient, find_bad_input, search
+from ..float32.search import search
 from ..float32.trace import Fault
 from ..float32.trial import Trial
 from .reading import scale_of

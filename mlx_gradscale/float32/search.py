@@ -4,18 +4,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..core.finite import all_finite
-from ..core.forward import Casting, is_opaque
+from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
-from ..core.trees import leaves
-from ..files.text import list_some
-from ..nonfinite_leaves import nonfinite
+from .check import Check, check, find_bad_gradient, find_bad_input, is_off
 from .layers import float32_layers
 from .report import FIRST_SCALE, Float32Search, Row
 from .trace import (
@@ -29,7 +26,7 @@ from .trace import (
     trace,
 )
 from .trial import Trial, preserved
-from .where import TO, TO_THE_LOSS, is_inside, ordered_modules, owner_of, resolve
+from .where import TO, TO_THE_LOSS, is_inside, resolve
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
@@ -38,11 +35,6 @@ _DELAY = 3.0
 _FAR, _SUSPICIOUS = 0.25, 0.05
 # How often layers are added for one batch, and how many layers before the loss to try.
 _ROUNDS, _LAST_LAYERS = 5, 8
-# Rounding in both passes affects gradients, so they may differ more than the loss, but
-# never by as much as gradients that are all zero, whose relative distance is 1.
-_GRADIENT_TOLERANCE, _FARTHEST = 10, 0.9
-
-
 _EVEN_IN_FLOAT32 = "gives non-finite values even in float32."
 _LOOK = (
     "Look for values that grow too large, a logarithm or square root of zero, a "
@@ -165,112 +157,6 @@ def search(
     return state.report(problem), state.fault
 
 
-def find_bad_input(trial: Trial) -> tuple[str, Fault] | None:
-    """Return the first NaN or inf in the batch or the parameters and its cause."""
-    given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
-    flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
-    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
-    # Ignore -inf, because additive masks contain it.
-    found = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
-    if found:
-        names = list_some(x.path for x in found)
-        text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
-        return "batch", Fault(None, text)
-    found = nonfinite(trial.model.parameters())
-    if not found:
-        return None
-    remedy = "Restore an earlier checkpoint."
-    if not any(x.nan for x in found):
-        remedy = (
-            "If a cast to float16 made them inf, train in bfloat16 or float32. "
-            "Otherwise, restore an earlier checkpoint."
-        )
-    names = list_some(x.path for x in found)
-    text = f"The parameters contain NaN or inf in {names}. {remedy}"
-    paths = [path for path, _ in ordered_modules(trial.model)]
-    return "parameters", Fault(owner_of(paths, found[0].path), text)
-
-
-def find_bad_gradient(trial: Trial, scale: float = 1.0) -> Fault | None:
-    """Run a batch, and return its first non-finite gradient in order of computation."""
-    traced = trace(trial, scale)
-    found = nonfinite(traced.gradients)
-    if traced.bad_gradient or not found:
-        return traced.bad_gradient
-    paths = [path for path, _ in ordered_modules(trial.model)]
-    text = f"The gradient of the parameter {found[0].path} is NaN or inf."
-    return Fault(owner_of(paths, found[0].path), text)
-
-
-class Check(NamedTuple):
-    """How a half-precision run compares with float32."""
-
-    scale: float
-    loss: float
-    expected_loss: float
-    distance: float
-    is_finite: bool
-    tolerance: float
-
-    @property
-    def is_loss_off(self) -> bool:
-        """Whether the loss is non-finite, or too far from float32."""
-        return _is_off(self.loss, self.expected_loss, self.tolerance)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether loss and gradients are finite and close to float32."""
-        allowed = min(_GRADIENT_TOLERANCE * self.tolerance, _FARTHEST)
-        return not self.is_loss_off and self.is_finite and self.distance <= allowed
-
-
-def check(
-    trial: Trial, where: Any, scales: Iterable[float | None], tolerance: float
-) -> Check:
-    """Compare a batch with float32 at each scale until one is good; return the last.
-
-    ``where`` replaces the model's float32 layers, unless it is None. A scale of None is
-    the calibrated one, at which the gradients can double before they overflow.
-    """
-    with trial.in_float32() as exact:
-        expected, exact_gradients = exact.differentiate()
-        mx.eval(expected, exact_gradients)
-    with preserved(trial.model):
-        if where is not None:
-            float32_layers(trial.model, where)
-        for scale in scales:
-            if scale is None:
-                scale = (trial.largest_scale() or 2.0) / 2
-            with preserved(trial.model):
-                loss, gradients = trial.differentiate(scale)
-            is_finite = bool(all_finite(gradients).item())
-            distance = _distance(exact_gradients, gradients)
-            numbers = scale, float(loss), float(expected), distance
-            found = Check(*numbers, is_finite, tolerance)
-            if found.is_good or found.is_loss_off:
-                break
-    return found
-
-
-def _is_off(loss: float, expected: float, tolerance: float) -> bool:
-    # Negated, because every comparison with NaN is False.
-    return not abs(loss - expected) <= tolerance * max(abs(expected), 1e-6)
-
-
-def _distance(exact: Any, half: Any) -> float:
-    """Return the relative distance of gradients from those of float32."""
-    pairs = list(zip(leaves(exact), leaves(half), strict=True))
-    sizes = [float(mx.max(mx.abs(x))) for x, _ in pairs if x.size]
-    largest = max(sizes, default=0.0) or 1.0
-    sums = mx.zeros(2)
-    for x, y in pairs:
-        x, y = x / largest, y / largest  # so that no square overflows or underflows
-        sums = sums + mx.stack([mx.square(y - x).sum(), mx.square(x).sum()])
-        mx.eval(sums)  # so that one pair at a time is in memory
-    off, size = map(float, sums)
-    return float((off / max(size, 1e-30)) ** 0.5)
-
-
 class _Search:
     """The state of a search: the layers found so far, and the largest values."""
 
@@ -285,12 +171,10 @@ class _Search:
         self._largest: dict[str, float] = {}
         self._count, self._start = 0, time.monotonic()
 
-    def _show(self, run: str, where: Iterable[str] = ()) -> None:
+    def _show(self, run: str) -> None:
         self._count += 1
         if sys.stderr.isatty() and time.monotonic() - self._start >= _DELAY:
             text = f"Search for float32 layers, run {self._count}: {run}"
-            names = [x if x.partition(TO)[0] else f"the model{x}" for x in where]
-            text += f", with {', '.join(names)} in float32" if names else ""
             print(text, file=sys.stderr, flush=True)
 
     def report(self, problem: str) -> Float32Search:
@@ -329,9 +213,8 @@ class _Search:
                 self._largest[each.path] = size
         self.fault = self.fault or find_first(call, self._half, _FAR)
         # The batch itself can be large, but training does not change it.
-        self._given = {
-            float(magnitude([x])) for x in floats((trial.args, trial.kwargs))
-        }
+        batch = floats((trial.args, trial.kwargs))
+        self._given = {float(magnitude([x])) for x in batch}
         self._cover(call)
         return call, loss
 
@@ -399,10 +282,10 @@ class _Search:
         """Select layers until the loss of this batch agrees with float32."""
         for _ in range(_ROUNDS):
             loss = self._loss(trial, self.reasons)
-            if not _is_off(loss, expected, self._tolerance):
+            if not is_off(loss, expected, self._tolerance):
                 return
             if self.reasons:
-                self._show(f"{trial.name} in float32", self.reasons)
+                self._show(f"{trial.name} in float32")
                 with preserved(self._model):
                     float32_layers(self._model, list(self.reasons))
                     call = trace(trial, errors=True).call
@@ -429,13 +312,13 @@ class _Search:
         for last in [*single[:_LAST_LAYERS], ""]:
             entry = f"{last}{TO_THE_LOSS}"
             loss = self._loss(trial, [*self.reasons, entry])
-            if not _is_off(loss, expected, self._tolerance):
+            if not is_off(loss, expected, self._tolerance):
                 return entry
         return None
 
     def _loss(self, trial: Trial, where: Iterable[str]) -> float:
         """Return the loss in half precision with these float32 layers."""
-        self._show(f"{trial.name} in half precision", where)
+        self._show(f"{trial.name} in half precision")
         with preserved(self._model):
             float32_layers(self._model, list(where))
             loss, _ = trial.differentiate()
@@ -443,7 +326,7 @@ class _Search:
 
     def check_gradients(self, trial: Trial) -> None:
         """Check the gradients of this batch at a scale at which they fit."""
-        self._show(f"{trial.name} forward and backward", self.reasons)
+        self._show(f"{trial.name} forward and backward")
         scales = FIRST_SCALE, None
         found = check(trial, list(self.reasons), scales, self._tolerance)
         self._checks.append(found)

@@ -110,34 +110,25 @@ def find_first(
     call: Call, dtype: mx.Dtype, error: float = math.inf, caller: str | None = None
 ) -> Fault | None:
     """Return the first value that a dtype cannot hold, or with this error, or None."""
-    limit = float(mx.finfo(dtype).max)
-
-    def reaches(largest: float) -> str:
-        is_known = largest < math.inf
-        return (
-            f"reaches {largest:.3g}, above {limit:g}" if is_known else "is NaN or inf"
-        )
-
-    name = name_of(call.path)
+    limit, name = float(mx.finfo(dtype).max), name_of(call.path)
+    reaches = f"{name} reaches {{:.3g}}, above {limit:g}."
     if call.largest_input > limit:
-        what = f"which the code of {name_of(caller)} computes, "
-        text = f"The input of {name}, {what}{reaches(call.largest_input)}."
-        return Fault(caller, text)
+        text = f"The input of {reaches}".format(call.largest_input)
+        return Fault(caller, f"{text} The code of {name_of(caller)} computes it.")
     for child in call.children:
         if found := find_first(child, dtype, error, call.path):
             return found
     if call.largest_output > limit:
-        text = f"The output of {name} {reaches(call.largest_output)}."
-        return Fault(call.path, text)
-    if call.error >= error and dtype != mx.float32:
-        return Fault(call.path, describe_error(call, dtype))
-    return None
+        return Fault(call.path, f"The output of {reaches}".format(call.largest_output))
+    return (
+        Fault(call.path, describe_error(call, dtype)) if call.error >= error else None
+    )
 
 
 def describe_error(call: Call, half: mx.Dtype) -> str:
     """Describe the error of a layer in half precision."""
-    is_known = call.error < math.inf
-    what = f"off by up to {min(call.error, 9.99):.0%}" if is_known else "non-finite"
+    what = f"off by up to {min(call.error, 9.99):.0%}"
+    what = what if call.error < math.inf else "non-finite"
     return f"The output of {name_of(call.path)} is {what} in {dtype_name(half)}."
 
 
@@ -149,8 +140,8 @@ def name_of(path: str | None) -> str:
 class _Tracer:
     """The handlers that record calls.
 
-    ``dtypes`` are those of the model's arrays in half precision, by container and key.
-    With ``half``, each layer also runs in half precision.
+    With ``half``, each layer also runs in half precision. ``dtypes`` are those that the
+    model's arrays have there, by container and key.
     """
 
     def __init__(self, dtypes: dict[tuple[int, Any], mx.Dtype], half: mx.Dtype | None):
@@ -164,9 +155,7 @@ class _Tracer:
         modules = ordered_modules(trial.model)
         # A module with several paths gets one handler, for its first path.
         first = {id(module): (module, path) for path, module in reversed(modules)}
-        pairs = [
-            (module, partial(self._handle, path)) for module, path in first.values()
-        ]
+        pairs = [(each, partial(self._handle, path)) for each, path in first.values()]
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = trial.loss_fn(*args, **kwargs)
@@ -184,12 +173,12 @@ class _Tracer:
         for call, name in fields:
             number = float(getattr(call, name))
             setattr(call, name, math.inf if math.isnan(number) else number)
-        bad = (x for x in self._backward if not x[2].item())
-        path, side, _ = next(bad, ("", "", None))
-        text = f"The gradient of the {side} of {name_of(path)} is NaN or inf."
-        return Trace(
-            self._root, float(loss), gradients, Fault(path, text) if side else None
+        bad = (
+            Fault(path, f"The gradient of the {side} of {name_of(path)} is NaN or inf.")
+            for path, side, is_finite in self._backward
+            if not is_finite.item()
         )
+        return Trace(self._root, float(loss), gradients, next(bad, None))
 
     def _handle(
         self, path: str, module: nn.Module, function: Any, /, *args: Any, **kwargs: Any
@@ -198,26 +187,48 @@ class _Tracer:
             return function(*args, **kwargs)
         caller, call = self._running, Call(path, first_half(module.values()))
         call.is_float32 = caller.is_float32 or computes_in_float32(module)
-        run_half, given = None, floats((args, kwargs))
-        # In the backward pass, mx.checkpoint calls layers again.
+        given, half = floats((args, kwargs)), None
+        # mx.checkpoint calls layers again in the backward pass.
         if not self._is_forward_done:
             caller.children.append(call)
-            call.inputs = tuple(x.dtype for x in given)
-            call.largest_input = magnitude(given)
             if self._half is not None and not call.is_float32:
-                run_half = self._in_half(module, function, args, kwargs)
+                half = self._run_in_half(module, function, args, kwargs)
+        args, kwargs = map_arguments(self._tap(path, "input"), args, kwargs)
         self._running = call
         try:
-            args, kwargs = map_arguments(self._tap(path, "input"), args, kwargs)
             outputs = function(*args, **kwargs)
         finally:
             self._running = caller
         found = floats(outputs)
-        call.outputs = tuple(x.dtype for x in found)
-        call.largest_output = magnitude(found)
-        if run_half is not None:
-            call.error = _distance(found, floats(run_half()))
+        call.inputs, call.outputs = (tuple(x.dtype for x in y) for y in (given, found))
+        call.largest_input, call.largest_output = magnitude(given), magnitude(found)
+        if half is not None:
+            call.error = _distance(found, half)
         return tree_map(self._tap(path, "output"), outputs, is_leaf=is_opaque)
+
+    def _run_in_half(
+        self, module: nn.Module, function: Any, args: Any, kwargs: Any
+    ) -> list[mx.array]:
+        """Run a layer in half precision on the same inputs; return its outputs."""
+        half: Any = self._half
+        limit = float(mx.finfo(half).max)
+
+        def cast(x: Any) -> Any:
+            return mx.clip(x, -limit, limit).astype(half) if _is_float(x) else x
+
+        args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_opaque)
+        saved, random_key = snapshot(module), read_random_key()
+        places = writable_arrays(module)
+        dtypes = [self._dtypes.get((id(x[0]), x[1]), x[2].dtype) for x in places]
+        self._is_comparing = True
+        try:
+            pairs = zip(places, dtypes, strict=True)
+            commit((box, key, x.astype(dtype)) for (box, key, x), dtype in pairs)
+            return floats(function(*args, **kwargs))
+        finally:
+            self._is_comparing = False
+            restore(saved)
+            mx.random.seed(random_key)  # so that Dropout drops the same values
 
     def _tap(self, path: str, side: str) -> Callable[[Any], Any]:
         """Return an identity that checks the gradients of arrays."""
@@ -229,37 +240,6 @@ class _Tracer:
         identity: Any = mx.custom_function(lambda x: x)
         identity.vjp(note)
         return lambda x: identity(x) if _is_float(x) else x
-
-    def _in_half(
-        self, module: nn.Module, function: Any, args: Any, kwargs: Any
-    ) -> Callable[[], Any]:
-        """Cast the inputs of a layer, and return a function that runs it on them."""
-        half: Any = self._half
-        limit = float(mx.finfo(half).max)
-
-        def cast(x: Any) -> Any:
-            return mx.clip(x, -limit, limit).astype(half) if _is_float(x) else x
-
-        # Cast now, because the layer may modify its arguments in place.
-        given: Any = tree_map(cast, (args, kwargs), is_leaf=is_opaque)
-        before = read_random_key()
-
-        def run() -> Any:
-            saved, after = snapshot(module), read_random_key()
-            self._is_comparing = True
-            try:
-                commit(
-                    (box, key, x.astype(self._dtypes.get((id(box), key), x.dtype)))
-                    for box, key, x in writable_arrays(module)
-                )
-                mx.random.seed(before)  # so that Dropout drops the same values
-                return function(*given[0], **given[1])
-            finally:
-                self._is_comparing = False
-                restore(saved)
-                mx.random.seed(after)
-
-        return run
 
 
 def _is_float(x: Any) -> bool:

@@ -74,7 +74,7 @@ CASES = [  # gains, x, loss function, loss scale, cause, layer, text
     ({"fc2": 1e5}, 0.1, mean_square, 1.0,
         "forward", "blocks.1.fc2", "The output of blocks.1.fc2 is non-finite in"),
     ({"between": 6e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1", "The input of blocks.1.fc2, which"),
+        "forward", "blocks.1", "above 65504. The code of blocks.1 computes it."),
     ({"after": 6e4}, 4.0, mean_square, 1.0,
         "forward", "blocks.1", "The output of blocks.1 reaches"),
     (*BACKWARD, 2.0**10,
