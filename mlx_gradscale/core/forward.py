@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from operator import is_not
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ from mlx.utils import tree_map_with_path
 from .finite import all_finite
 from .intercept import get_handlers
 from .trees import CONTAINERS, Writes, commit, is_floating, leaves, walk
+
+# The compute_dtype of the running forward pass. A float32 layer that sees only integers
+# and its own float32 parameters, such as an embedding, casts its outputs to this dtype.
+compute_dtype: ContextVar[mx.Dtype | None] = ContextVar("compute_dtype", default=None)
 
 
 class Casting(NamedTuple):
@@ -31,6 +36,15 @@ class Casting(NamedTuple):
         is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
         if dtype is not None and not is_dtype:
             raise ValueError(f"compute_dtype must be a float mx.Dtype, got {dtype!r}.")
+
+    @contextmanager
+    def announce(self) -> Iterator[None]:
+        """Tell float32 layers the ``compute_dtype`` within a ``with`` block."""
+        token = compute_dtype.set(self.compute_dtype)
+        try:
+            yield
+        finally:
+            compute_dtype.reset(token)
 
     def cast_parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters in the dtypes of the forward pass."""

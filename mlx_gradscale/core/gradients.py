@@ -92,6 +92,7 @@ class Backward:
             with (
                 preserve([model], own, is_cast) as (places, substitutes),
                 watch_calls([(module, entrance) for module in modules]),
+                casting.announce(),
             ):
                 scaled = mx.value_and_grad(scaled_loss)(cast, args, kwargs)
             (_, loss, outputs), gradients = scaled
