@@ -1,6 +1,6 @@
 """Compare a batch in half precision with float32, and find what is bad besides."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -8,9 +8,8 @@ from mlx.utils import tree_flatten
 
 from ..core.finite import all_finite
 from ..core.forward import is_opaque
-from ..core.trees import leaves
+from ..core.trees import flatten, is_floating, leaves
 from ..files.text import list_some
-from ..nonfinite_leaves import nonfinite
 from .layers import float32_layers
 from .trace import Fault, trace
 from .trial import Trial, preserved
@@ -25,37 +24,42 @@ def find_bad_input(trial: Trial) -> tuple[str, Fault] | None:
     """Return the first NaN or inf in the batch or the parameters and its cause."""
     given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
     flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
-    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
+    batch = {path: x for path, x in flat if isinstance(x, mx.array)}
     # Ignore -inf, because additive masks contain it.
-    found = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
-    if found:
-        names = list_some(x.path for x in found)
-        text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
-        return "batch", Fault(None, text)
-    found = nonfinite(trial.model.parameters())
-    if not found:
+    if found := _find(batch, lambda x: mx.isnan(x) | mx.isposinf(x)):
+        text = f"The batch contains NaN or inf in {list_some(found)}."
+        return "batch", Fault(None, f"{text} Fix or skip this batch.")
+    parameters = trial.model.parameters()
+    if not (found := _find(parameters, lambda x: ~mx.isfinite(x))):
         return None
     remedy = "Restore an earlier checkpoint."
-    if not any(x.nan for x in found):
+    if not _find(parameters, mx.isnan):
         remedy = (
             "If a cast to float16 made them inf, train in bfloat16 or float32. "
             "Otherwise, restore an earlier checkpoint."
         )
-    names = list_some(x.path for x in found)
-    text = f"The parameters contain NaN or inf in {names}. {remedy}"
-    paths = [path for path, _ in ordered_modules(trial.model)]
-    return "parameters", Fault(owner_of(paths, found[0].path), text)
+    text = f"The parameters contain NaN or inf in {list_some(found)}. {remedy}"
+    return "parameters", Fault(_owner(trial, found[0]), text)
 
 
 def find_bad_gradient(trial: Trial, scale: float = 1.0) -> Fault | None:
     """Run a batch, and return its first non-finite gradient in order of computation."""
     traced = trace(trial, scale)
-    found = nonfinite(traced.gradients)
+    found = _find(traced.gradients, lambda x: ~mx.isfinite(x))
     if traced.bad_gradient or not found:
         return traced.bad_gradient
-    paths = [path for path, _ in ordered_modules(trial.model)]
-    text = f"The gradient of the parameter {found[0].path} is NaN or inf."
-    return Fault(owner_of(paths, found[0].path), text)
+    text = f"The gradient of the parameter {found[0]} is NaN or inf."
+    return Fault(_owner(trial, found[0]), text)
+
+
+def _find(tree: Any, is_bad: Callable[[mx.array], mx.array]) -> list[str]:
+    """Return the paths of the floating-point leaves with bad elements."""
+    found = [(path, x) for path, x in flatten(tree) if is_floating(x)]
+    return [path for path, x in found if is_bad(x).any().item()]
+
+
+def _owner(trial: Trial, parameter: str) -> str:
+    return owner_of([path for path, _ in ordered_modules(trial.model)], parameter)
 
 
 class Check(NamedTuple):
