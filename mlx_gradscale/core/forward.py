@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ from mlx.utils import tree_map_with_path
 from .finite import all_finite
 from .intercept import get_handlers, watch
 from .trees import Writes, commit, is_floating, leaves, walk
+
+# The compute_dtype of the running forward pass. A float32 layer that sees only integers
+# and its own float32 parameters, such as an embedding, casts its outputs to this dtype.
+compute_dtype: ContextVar[mx.Dtype | None] = ContextVar("compute_dtype", default=None)
 
 
 class Casting(NamedTuple):
@@ -127,6 +132,7 @@ def forward_pass(
             restored.append((container, key, new))
         commit(restored)
 
+    token = compute_dtype.set(casting.compute_dtype)
     try:
         with watch((m, entrance) for m in modules if casting.cast_inputs):
             yield end_forward
@@ -134,6 +140,7 @@ def forward_pass(
         restored = list(places.values())
         raise
     finally:
+        compute_dtype.reset(token)
         # The forward pass may have shortened a list.
         commit(x for x in restored if isinstance(x[0], dict) or x[1] < len(x[0]))
 
