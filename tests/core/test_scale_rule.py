@@ -54,14 +54,6 @@ def test_scale_follows_the_trajectory_of_other_frameworks(settings, expected):
     assert scaler.consecutive_skips.item() == 1
 
 
-def test_lowering_the_interval_below_the_tracker_grows_at_the_next_step():
-    # PyTorch compares with == and would not grow until the next overflow.
-    scaler = GradScaler(growth_interval=9)
-    scales(scaler, "....")
-    scaler.set_growth_interval(2)
-    assert scales(scaler, ".") == [131072]
-
-
 def test_counters_saturate_at_the_int32_maximum():
     scaler = GradScaler()
     counters = {"skipped_steps": 2**31 - 2, "consecutive_skips": 2**31 - 1}
@@ -127,7 +119,6 @@ def test_scaler_field_at_its_bound_is_accepted(name, value):
         *[("growth_factor", v, ValueError) for v in (0.5, 1.0, 1 + 1e-9, INF, NAN)],
         *[("backoff_factor", v, ValueError) for v in (0.0, 1.0, 1 - 1e-9, 9)],
         ("growth_factor", 10**400, ValueError),
-        ("backoff_factor", -(10**400), ValueError),
         *[(name, None, TypeError) for name in ("growth_factor", "backoff_factor")],
         ("min_scale", 2.0**17, ValueError),
         ("max_scale", 2.0**15, ValueError),
@@ -143,6 +134,9 @@ def test_scaler_field_beyond_its_bound_is_refused_by_name(name, value, error):
     if hasattr(scaler, f"set_{name}"):
         with pytest.raises(error, match=name):
             getattr(scaler, f"set_{name}")(value)
+    if name == "scale" and value is not None:
+        with pytest.raises(error, match="new_scale must be"):
+            scaler.update(value)
     assert bits(scaler.state) == before
     if name in SETTINGS or name == "scale":
         with pytest.raises(error, match=argument(name)):
@@ -176,21 +170,14 @@ def test_setting_the_scale_discards_the_steps_since_the_last_update(value):
     apply(scaler, optimizer, 1.0)
 
 
-@pytest.mark.parametrize(
-    "value", [0, -1.0, NAN, INF, True, "8", mx.ones(2), mx.array(True), [2.0], 2**2000]
-)
-def test_invalid_new_scale_is_refused(value):
+def test_new_scale_that_is_an_invalid_array_is_refused_or_keeps_the_scale():
     scaler = GradScaler()
-    with pytest.raises((TypeError, ValueError), match="new_scale must be"):
-        scaler.update(value)
-    assert scaler.get_scale() == 65536.0
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN])
-def test_update_with_an_invalid_array_keeps_the_scale(value):
-    # Without reading it from the device, it cannot be refused.
-    scaler = GradScaler()
-    scaler.update(mx.array(value))
+    for value in (mx.ones(2), mx.array(True), "8"):
+        with pytest.raises(TypeError, match="new_scale must be"):
+            scaler.update(value)
+    for value in (0.0, -1.0, INF, NAN):
+        # Without reading it from the device, it cannot be refused.
+        scaler.update(mx.array(value))
     assert scaler.get_scale() == 65536.0
 
 

@@ -88,23 +88,17 @@ class MlxUnscaled(Mlx):
     def __init__(self, arguments):
         super().__init__(arguments)
         self.scaler = GradScaler(**arguments)
-        self.models = [nn.Module(), nn.Module()]
-        for model in self.models:
-            model.w = mx.ones(2)
-        self.gradients = [
-            self.scaler.value_and_grad(model, lambda g, m=model: (m.w * g).sum())
-            for model in self.models
-        ]
 
     def step(self, i, value, unscale):
-        _, gradients = self.gradients[i](mx.ones(2))
+        model = nn.Module()
+        model.w = self.weights[i]["w"]
+        loss_fn = self.scaler.value_and_grad(model, lambda g: (model.w * g).sum())
+        _, gradients = loss_fn(mx.ones(2))
         gradients["w"] *= mx.array([1.0, value])
         if unscale:
             self.scaler.unscale_(self.optimizers[i], gradients)
-        self.scaler.step(self.optimizers[i], self.models[i], gradients)
-
-    def seen(self):
-        return [np.array(model.w) for model in self.models]
+        self.scaler.step(self.optimizers[i], model, gradients)
+        self.weights[i] = model.parameters()
 
 
 class MlxWrapped(Mlx):

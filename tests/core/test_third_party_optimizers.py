@@ -28,11 +28,11 @@ class Own(optim.Optimizer):
 class NumberInState(Own):
     def init_single(self, parameter, state):
         super().init_single(parameter, state)
-        state["weight"] = 0.0
+        state["calls"] = (0, "count")
 
     def apply_single(self, gradient, parameter, state):
-        state["weight"] = 1.0 + 0.9 * state["weight"]
-        share = 1.0 / state["weight"]
+        state["calls"] = (state["calls"][0] + 1, "count")
+        share = 1.0 / state["calls"][0]
         state["m"] = (1 - share) * state["m"] + share * gradient
         return parameter - self.learning_rate * state["m"]
 
@@ -78,16 +78,6 @@ class KeysComeAndGo(Own):
         state.pop("n", None)
         state["m" if old is None else "n"] = gradient
         return parameter - self.learning_rate * gradient
-
-
-class TupleOfNumbers(Own):
-    def init_single(self, parameter, state):
-        super().init_single(parameter, state)
-        state["calls"] = (0, "count")
-
-    def apply_single(self, gradient, parameter, state):
-        state["calls"] = (state["calls"][0] + 1, "count")
-        return parameter - self.learning_rate * gradient / state["calls"][0]
 
 
 class SingularValue(Own):
@@ -137,7 +127,7 @@ class Quantized(PackedAdamW):
 
 
 # What is not arrays under stable keys works only outside of mx.compile.
-REFUSED = [NumberInState, KeyFromGradients, FlagForAll, KeysComeAndGo, TupleOfNumbers]
+REFUSED = [NumberInState, KeyFromGradients, FlagForAll, KeysComeAndGo]
 KINDS = [*REFUSED, CountInAttribute, Around, InPlace, SingularValue, Quantized]
 
 
@@ -309,30 +299,16 @@ def test_copy_of_a_wrapped_third_party_optimizer_steps_like_the_original(make, c
     assert same(*results)
 
 
-def test_state_of_a_third_party_optimizer_may_contain_inf():
-    class Best(optim.SGD):
-        def __init__(self):
-            super().__init__(0.1)
-            self.state["best"] = mx.array(mx.inf)
-
-    optimizer, other = (MasterWeightOptimizer(Best()) for _ in range(2))
-    optimizer.init({"w": mx.ones(2)})
-    other.state = dict(tree_flatten(optimizer.state))
-    assert other.state["best"].item() == mx.inf
-
-
-@pytest.mark.parametrize("when", ["before init", "after init"])
-def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(when):
+@pytest.mark.parametrize("is_initialized", [False, True])
+def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_initialized):
     # A list in a flattened state ends at its last array.
     weights = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
     gradients = {"layers": [{}, mx.array([0.5, -1.0]), {}]}
-    trained = {"layers": [{}, mx.ones(2), {}]}
     optimizer, other = (MasterWeightOptimizer(KeyFromGradients()) for _ in range(2))
-    optimizer.init(trained)
     for _ in range(2):
         optimizer.apply_gradients(gradients, weights)
-    if when == "after init":
-        other.init(trained)
+    if is_initialized:
+        other.init(gradients)
     other.state = tree_unflatten(tree_flatten(optimizer.state))
     found = [each.apply_gradients(gradients, weights) for each in (optimizer, other)]
     assert same(*found)
