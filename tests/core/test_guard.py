@@ -117,24 +117,15 @@ def test_error_names_gradients_that_match_no_parameter_and_nothing_changes(
     assert bits(optimizer.state) == before
 
 
-def test_partly_initialized_multi_optimizer_is_initialized_completely():
-    parts, weights = [optim.Adam(0.1), optim.Adam(0.1)], {"a": mx.ones(1)}
-    parts[0].init(weights)
-    optimizer = optim.MultiOptimizer(parts, [lambda path, _: path == "a"])
-    weights["b"] = mx.ones(1)
-    new = guarded_apply(optimizer, weights, weights)
-    assert new["a"].item() == new["b"].item() < 1
-
-
-def test_multi_optimizer_steps_around_a_frozen_module():
-    optimizer = optim.MultiOptimizer(
-        [optim.SGD(1.0), optim.SGD(2.0)], [lambda path, _: path == "layers.0.w"]
-    )
+def test_partly_initialized_multi_optimizer_steps_around_a_frozen_module():
+    parts = [optim.Adam(1.0), optim.SGD(2.0)]
+    optimizer = optim.MultiOptimizer(parts, [lambda path, _: path.endswith("w")])
     weights = {"layers": [{"w": mx.zeros(1), "b": mx.zeros(1)}, {}, {"w": mx.zeros(1)}]}
-    gradients = tree_map(mx.ones_like, weights)
-    new = guarded_apply(optimizer, gradients, weights)
-    values = {path: x.item() for path, x in tree_flatten(new)}
-    assert values == {"layers.0.w": -1.0, "layers.0.b": -2.0, "layers.2.w": -2.0}
+    parts[0].init({"layers": [{"w": mx.zeros(1)}]})
+    new = guarded_apply(optimizer, tree_map(mx.ones_like, weights), weights)
+    values = {path: round(x.item(), 3) for path, x in tree_flatten(new)}
+    assert values["layers.0.w"] == values["layers.2.w"] < 0
+    assert values["layers.0.b"] == -2.0
     assert new["layers"][1] == {}
 
 
