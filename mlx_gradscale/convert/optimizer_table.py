@@ -203,7 +203,7 @@ def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)
     }
-    is_decayed = spec.mlx is optim.AdamW and plain_setting(settings["weight_decay"])
+    is_decayed = spec.mlx is optim.AdamW and plain_setting(settings.get("weight_decay"))
     if is_decayed and "lr" in settings and settings.get(DECOUPLED) is not True:
         found[
             "The PyTorch version that saved the optimizer did not record whether it is "

@@ -93,14 +93,11 @@ def make_table(
     options = options or Options()
     given = _given_layouts(options.layouts, tensors)
     dropped = {n for pattern in options.drop for n in _match(pattern, tensors)}
-    shapes = {
-        name: tuple(x.shape)
-        for name, x in tensors.items()
-        if name not in dropped and not name.endswith(_TORCH_ONLY)
-    }
+    dropped |= {name for name in tensors if name.endswith(_TORCH_ONLY)}
+    shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {name: x.shape for name, x in tree_flatten(model.parameters())}
     names, known, change_model = _find_names(shapes, options.rename, model)
-    owners: dict[Any, Row] = {}  # by tensor: several names may be tied
+    owners: dict[int, Row] = {}  # by tensor: several names may be tied
     wrong: list[Row] = []
     square: list[str] = []  # weights that may be transposed or not
     for name, shape in shapes.items():
@@ -127,8 +124,7 @@ def make_table(
     if wrong:
         raise ConvertError(hints.explain_shape(wrong, square, shapes, own))
     # If a tensor matches by one of its names, its unmatched names are aliases.
-    keys = {name: id(x) for name, x in tensors.items()}
-    rows = {name: owners[key] for name, key in keys.items() if key in owners}
+    rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
     lost = [n for n in shapes if n not in rows and names.get(n) is not None]
     _check_names(rows, lost, known, is_partial=is_adapter(shapes))
     unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
@@ -140,14 +136,14 @@ def make_table(
 
 def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> None:
     """Raise if the shapes of a custom layer do not determine its layout."""
-    others = [replace(row, layout=x) for x in ("same", "conv", "conv_transpose")]
-    fits = [x.layout for x in others if x.mlx_shapes(shape) == wanted]
+    layouts = ("same", "conv", "conv_transpose")
+    fits = [x for x in layouts if replace(row, layout=x).mlx_shapes(shape) == wanted]
     if {*fits} - {"same"}:
-        name = row.torch
+        flags = " or ".join(f"{row.torch}={layout}" for layout in fits)
         raise ConvertError(
-            f"{name} has shape {shape} in PyTorch and {wanted[0]} in the MLX model. It "
-            "belongs to a custom layer, so its layout is unknown. Pass it with "
-            f"layouts=... (--layout {' or '.join(f'{name}={x}' for x in fits)})."
+            f"{row.torch} has shape {shape} in PyTorch and {wanted[0]} in the MLX "
+            "model. It belongs to a custom layer, so its layout is unknown. Pass it "
+            f"with layouts=... (--layout {flags})."
         )
 
 
