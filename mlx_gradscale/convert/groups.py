@@ -4,13 +4,15 @@ A state dict identifies parameters by number or by name. torch.distributed may f
 the state dict (``state.<name>.<slot>``) or write the numbers as strings.
 """
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..files.text import list_some
 from .files import ConvertError
-from .hints import advise_names
+from .hints import GIVEN_IN_ORDER, advise_names, doubt_order
 from .layouts import Row, Shape
 from .optimizer_table import OPTIMIZERS, OptimizerSpec, plain_setting, recognize
 from .rows import Options, bare_name, from_peft
@@ -118,36 +120,36 @@ def find_names(
     indices = [index for group in groups for index in group.slots]
     # The group and the shape of each parameter.
     places = [(at, x.shape(i)) for at, x in enumerate(groups) for i in x.slots]
-    given = options.names
+    given: Collection[str] | None = options.names
     if given is None:
+        saved: list[str] | None
         saved = [x for group in groups for x in group.settings.get("param_names", ())]
-        given = saved if len(saved) == len(indices) else None
         # FullyShardedDataParallel and torch.distributed use names as indices.
-        if indices and all(isinstance(x, str) for x in indices):
-            given = [str(index) for index in indices]
-    if given is not None:
-        names = _match(given, tensors, rows, options, len(indices))
-        notes = []
-        if not _fits(names, tensors, places):
-            # Transformers' Trainer splits the parameters into groups by weight decay.
-            names = _deal(names, tensors, places)
-        elif options.names and len({*places}) > len({shape for _, shape in places}):
-            notes = [
-                "The given names were assigned to the optimizer's groups in order. If "
-                "they are in the order of model.named_parameters(), list them group by "
-                "group instead."
-            ]
-        return names, notes
-    # Each tied tensor counts once. Integers are buffers.
-    unique: dict[int, str] = {}
-    for name, x in tensors.items():
-        if name.rpartition(".")[2] not in _BUFFERS and "float" in str(x.dtype):
-            unique.setdefault(id(x), rows[name].torch if name in rows else name)
-    names = [*unique.values()]
-    if len(groups) > 1 or not is_ordered or not _fits(names, tensors, places):
-        names = _deal(names, tensors, places, is_ordered)
+        is_named = indices and all(isinstance(x, str) for x in indices)
+        saved = saved if len(saved) == len(indices) else None
+        given = [*map(str, indices)] if is_named else saved
+    if given is None:
+        # Each tied tensor counts once. Integers are buffers.
+        unique: dict[int, str] = {}
+        for name, x in tensors.items():
+            if name.rpartition(".")[2] not in _BUFFERS and "float" in str(x.dtype):
+                unique.setdefault(id(x), rows[name].torch if name in rows else name)
+        names = [*unique.values()]
+    else:
+        names, is_ordered = _match(given, tensors, rows, options, len(indices)), True
+    shapes = [tuple(tensors[name].shape) for name in names]
+    is_known = given is not None or (is_ordered and len(groups) == 1)
+    is_fit = len(shapes) == len(places) and all(
+        x in (None, shape) for (_, x), shape in zip(places, shapes, strict=True)
+    )
+    if not is_known or not is_fit:
+        # Transformers' Trainer splits the parameters into groups by weight decay.
+        names = [names[at] for at in _deal(shapes, places, is_ordered)]
+    elif options.names and len({*places}) > len({shape for _, shape in places}):
+        return names, [GIVEN_IN_ORDER]
     has_moments = any(shape for _, shape in places)
-    return names, _describe_doubt(names, tensors, places) if has_moments else []
+    is_doubtful = given is None and has_moments
+    return names, _describe_doubt(names, tensors, places) if is_doubtful else []
 
 
 def _match(
@@ -162,18 +164,16 @@ def _match(
     def plain(name: str) -> str:
         return from_peft(bare_name(options.rename(name)))[0]
 
-    spelled: dict[str, list[str]] = {}
-    for name in tensors:
-        spelled.setdefault(plain(name), []).append(name)
-    fits = [[n] if n in tensors else spelled.get(plain(n), []) for n in given]
-    wrong = [name for name, fit in zip(given, fits, strict=True) if len(fit) != 1]
-    names = [rows[n].torch if n in rows else n for fit in fits for n in fit[:1]]
-    if wrong or not len(given) == len({*names}) == count:
-        what = f" No match or no unique match: {list_some(wrong)}." if wrong else ""
+    spelled = {plain(name): name for name in tensors} | {name: name for name in tensors}
+    fits = {name: spelled.get(name) or spelled.get(plain(name), "") for name in given}
+    names = [rows[n].torch if n in rows else n for n in fits.values()]
+    if "" in names or not len(given) == len({*names}) == count:
+        wrong = [name for name, fit in fits.items() if not fit]
+        what = f" No match: {list_some(wrong)}." if wrong else ""
         raise ConvertError(
             f"The names must match the optimizer's {count} parameters one to one, but "
-            f"the list of {len(given)} names matches {len({*names})} different tensors "
-            f"of the model.{what} {advise_names(len(given) > count)}"
+            f"the list of {len(given)} names matches {len({*names} - {''})} different "
+            f"tensors of the model.{what} {advise_names(len(given) > count)}"
         )
     return names
 
@@ -181,30 +181,18 @@ def _match(
 Places = Sequence[tuple[int, Shape | None]]
 
 
-def _fits(names: Sequence[str], tensors: Mapping[str, Any], places: Places) -> bool:
-    return len(names) == len(places) and all(
-        shape in (None, tuple(tensors[name].shape))
-        for name, (_, shape) in zip(names, places, strict=True)
-    )
-
-
-def _deal(
-    names: Sequence[str],
-    tensors: Mapping[str, Any],
-    places: Places,
-    is_ordered: bool = True,
-) -> list[str]:
-    """Assign names to parameters by shape.
+def _deal(shapes: Sequence[Shape], places: Places, is_ordered: bool) -> list[int]:
+    """Return the position, among the shapes of the names, of each parameter.
 
     Names of equal shape keep their order, which is known only if they belong to one
     group whose other parameters are in the same order. Names of other shapes belong to
     parameters that the optimizer does not have.
     """
-    found: dict[int, int] = {}  # parameter -> position in names
+    found: dict[int, int] = {}
     unsure: set[int] = set()  # groups with several parameters of equal shape
     for shape in dict.fromkeys(shape for _, shape in places):
         owned = [at for at, (_, x) in enumerate(places) if x == shape]
-        fits = [at for at, n in enumerate(names) if tuple(tensors[n].shape) == shape]
+        fits = [at for at, x in enumerate(shapes) if x == shape]
         groups = {places[at][0] for at in owned}
         is_one = len(fits) == 1 or (is_ordered and len(groups) == 1)
         if len(fits) != len(owned) or not is_one:
@@ -214,7 +202,7 @@ def _deal(
                 why = "are in a safetensors file, which does not store their order"
             raise ConvertError(
                 f"The order of the optimizer's parameters is unknown: {len(owned)} "
-                f"{what} {why}. {advise_names(len(names) > len(places))} The flat "
+                f"{what} {why}. {advise_names(len(shapes) > len(places))} The flat "
                 "states of DeepSpeed and fairseq cannot be converted. Leave them out "
                 "with keys={'optimizer': ''} (--optimizer-key '')."
             )
@@ -227,7 +215,7 @@ def _deal(
                 "The parameters of the optimizer are in another order than the model's "
                 f"tensors. {advise_names()}"
             )
-    return [names[found[at]] for at in range(len(places))]
+    return [found[at] for at in range(len(places))]
 
 
 def _describe_doubt(
@@ -239,17 +227,9 @@ def _describe_doubt(
     """
     starts: dict[str, tuple[int, Shape]] = {}
     for (place, _), name in zip(places, names, strict=True):
-        module, _, leaf = name.rpartition(".")
         # PyTorch's layers always have the weight before the bias.
-        key = module if module and leaf in ("weight", "bias") else name
-        starts.setdefault(key, (place, tuple(tensors[name].shape)))
-    every = [*starts.values()]
-    alike = [module for module, start in starts.items() if every.count(start) > 1]
-    if not alike:
-        return []
-    return [
-        "The optimizer does not store the names of its parameters, so the order of the "
-        "model's state dict was used. Shapes alone cannot confirm it, because "
-        f"{list_some(alike, 3)} have equal shapes. If the optimizer was created with "
-        f"another order, their moments are swapped. {advise_names()}"
-    ]
+        module = re.sub(r"\.(weight|bias)$", "", name)
+        starts.setdefault(module, (place, tuple(tensors[name].shape)))
+    count = Counter(starts.values())
+    alike = [module for module, start in starts.items() if count[start] > 1]
+    return [doubt_order(alike)] if alike else []

@@ -104,11 +104,12 @@ def find_sections(tree: Any, keys: Mapping[str, str]) -> Sections:
     for name in SECTIONS:
         # Several optimizers of one model are converted together.
         if len(found[name]) > 1 and (name != "optimizer" or is_ambiguous):
+            places = list_some(map(show, found[name]))
             raise ConvertError(
-                f"The checkpoint contains {len(found[name])} {name}s: "
-                f"{list_some(map(show, found[name]))}. Choose one with keys={{'{name}': "
-                f"...}} (--{name}-key). To convert several models, convert them one by "
-                "one; on the way back, pass each output as --like for the next."
+                f"The checkpoint contains {len(found[name])} {name}s: {places}. Choose "
+                f"one with keys={{'{name}': ...}} (--{name}-key). To convert several "
+                "models, convert them one by one; on the way back, pass each output as "
+                "--like for the next."
             )
     if found["moments"] and not found["optimizer"] and "optimizer" not in keys:
         raise ConvertError(

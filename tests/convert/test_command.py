@@ -201,15 +201,21 @@ def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
         (tmp_path / "b.pt").unlink()
 
 
-@pytest.mark.parametrize("inside", ["run.pt", "deep/run.pt", "."])
-def test_source_inside_the_target_is_refused(inside, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("inside", "to"),
+    [("run.pt", "mlx"), ("deep/run.pt", "mlx"), (".", "mlx"), (".", "torch")],
+)
+def test_path_that_contains_the_other_is_never_replaced(inside, to, tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    assert main(where) == 0
     source = tmp_path / "run" / inside
-    source.parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "run").mkdir(exist_ok=True)
+    source.parent.mkdir(exist_ok=True)
     if inside != ".":
-        pt.save(source, usual())
-    where = ["--torch-path", str(source), "--mlx-path", str(tmp_path / "run")]
-    assert "separate paths" in fails(capsys, *where, "--to", "mlx", "--overwrite")
+        shutil.copyfile(tmp_path / "a.pt", source)
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+    more = ["--torch-path", str(source), "--to", to, "--overwrite"]
+    fails(capsys, *where, *more)
+    assert {p: p.is_file() and p.read_bytes() for p in before} == before
 
 
 def test_failed_conversion_leaves_no_files_or_the_old_ones(
