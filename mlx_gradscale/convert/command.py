@@ -13,7 +13,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
+from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import EXPECTED, run_command
 from ..files.atomic import atomic_folder
 from ..files.paths import read_json
@@ -177,57 +177,33 @@ def _advice(path: str, run: TorchRun, model: str) -> list[str]:
         return ["There is no optimizer. The weights are in save-*/model.safetensors."]
     module, _, name = model.partition(":")
     created = [f"from {module} import {name}", f"model = {name}()"] if name else []
-    lines = [
+    scaler = ["scaler = GradScaler()"] if run.scaler else []
+    return [
         "To resume:" if created else "To resume, create the model, and then:",
         "from mlx_gradscale import GradScaler, convert, restore_checkpoint",
         *created,
         f"optimizer = convert.build_optimizer({path!r})",
-    ]
-    if run.scaler is not None:
-        return [
-            *lines,
-            "scaler = GradScaler()",
-            f"restore_checkpoint({path!r}, model, optimizer, scaler)",
-        ]
-    return [
-        *lines,
-        f"restore_checkpoint({path!r}, model, optimizer)",
-        "The run has no scaler. To train in float16, find a first loss scale:",
-        "import mlx.core as mx; from mlx_gradscale.diagnostics import calibrate; "
-        "scaler = GradScaler(); calibrate(scaler, model, loss_fn, *batch, "
-        "compute_dtype=mx.float16)",
+        *scaler,
+        f"restore_checkpoint({path!r}, model, optimizer{', scaler' if scaler else ''})",
     ]
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
     folder, path, like = arguments.mlx_path, arguments.torch_path, arguments.like
     model, options, rows = _model(arguments.model), _options(arguments), None
-    is_save = folder.name.startswith("save-")  # one of a run's checkpoints
-    run = folder.resolve().parent if is_save else folder
-    if (run / ORIGIN).exists() and (model is None or like is None):
-        original, rows, kept = read_origin(run)
-        accept = (*kept.accept, *options.accept)
-        if options != Options(accept=options.accept):
-            raise ConvertError(
-                f"{run / ORIGIN} already contains all options except --accept. Omit "
-                "the others, or pass --like and --model too."
-            )
-        options = Options(keys=kept.keys, names=kept.names, accept=accept)
+    saved = read_checkpoint(folder)
+    if model is None or like is None:
+        is_save = folder.name.startswith("save-")  # one of a run's checkpoints
+        run = folder.resolve().parent if is_save else folder
+        original, rows, options = read_origin(run, options)
         if like is None:
             check_original(run, original)
             like = original
-    if like is None:
-        latest_checkpoint(run)  # raises if there is no run at all
-        raise ConvertError(
-            f"{run} has no {ORIGIN}, so its PyTorch checkpoint is unknown. Pass an "
-            "existing PyTorch checkpoint of the same model with --like, and the model "
-            "with --model."
-        )
     print(f"Reading {printable(like)}", file=sys.stderr)
     source = read_source(like)
     check_target(path, source, arguments.overwrite)
     plan = make_plan(source, model, options, rows)
-    notes = fill(plan, unwrap(read_checkpoint(folder)), options.accept)
+    notes = fill(plan, unwrap(saved), options.accept)
     _report(notes, plan, path, arguments.dry_run)
     if not arguments.dry_run:
         write_source(path, source)

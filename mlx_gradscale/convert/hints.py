@@ -19,13 +19,6 @@ LORA_SCALE = (
     "adapter_config.json to PEFT's lora_alpha / r, or to lora_alpha / sqrt(r) if "
     "use_rslora was set."
 )
-NO_SCALER = (
-    "The checkpoint has no state of PyTorch's GradScaler, so the scaler is new. To "
-    "find a first loss scale: from mlx_gradscale.diagnostics import calibrate; "
-    "calibrate(run.optimizer, model, loss_fn, *batch)"
-)
-
-
 GIVEN_IN_ORDER = (
     "The given names were assigned to the optimizer's groups in order. If they are in "
     "the order of model.named_parameters(), list them group by group instead."

@@ -171,19 +171,13 @@ def to_torch(
 def _write_slots(
     group: Group, index: Index, like: Any, flat: Mapping[str, mx.array], step: int
 ) -> None:
-    """Write a parameter's moments and step, unless PyTorch's are still right."""
-    slots, rows = group.slots[index], [*group.moments(index)]
-    if not any(name in flat for row in rows for name in row.mlx):
-        return  # frozen in MLX
-    new = {row.torch: row.to_torch(flat) for row in rows}
-    has_moved = group.spec.has_step and step != group.step
-    has_moved = has_moved or any(mx.any(moment).item() for moment in new.values())
-    if group.lacks_state(index) and not has_moved:
-        return
-    for slot, moment in new.items():
-        old = slots.get(slot)
-        slots[slot] = match_type(moment, like if old is None else old)
-    if group.spec.has_step:
+    """Write a parameter's moments and step; new ones have its type, ``like``."""
+    slots = group.slots[index]
+    for row in group.moments(index):
+        if row.mlx[0] not in flat:
+            return  # frozen in MLX
+        row.write(slots, row.torch, flat, like)
+    if group.spec.has_step and not group.lacks_state(index):
         # A number or an array, depending on PyTorch's version.
         every = (x.get("step") for x in (slots, *group.slots.values()))
         old = next((x for x in every if x is not None), Tensor.of(mx.array(0.0)))

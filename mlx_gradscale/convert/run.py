@@ -16,19 +16,16 @@ from ..checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.save import WRAPPERS, capture, find_scaler
 from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
-from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from ..core.state import decode
 from ..core.trees import restore, snapshot
-from ..files.text import dtype_name, list_some
+from ..files.text import list_some
 from ..torch_checkpoint import Tensor, read_all, replace_tensors
-from . import hints
 from .files import (
     TRAINER,
     ConvertError,
     Source,
     check_target,
-    match_type,
     number,
     read_source,
     write_source,
@@ -233,13 +230,8 @@ def load(
         with _damage_is_an_error():
             run.optimizer = build(plan.groups, learning_rate)
         if wrapped is not None:
-            if run.scaler is None:
-                run.notes.append(hints.NO_SCALER)
             run.optimizer = LossScaleOptimizer(run.optimizer, run.scaler, **wrapped)
             run.scaler = run.optimizer.scaler
-    elif wrapped is not None or learning_rate is not None:
-        what = "learning_rate" if learning_rate is not None else "loss_scaling"
-        raise ConvertError(f"The checkpoint has no optimizer. Do not pass {what}=.")
     before = snapshot(model, *map(vars, model.modules()))
     try:
         _load_arrays(plan, model, run.optimizer)
@@ -285,27 +277,21 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
         # The weights are cast to the model's dtypes, and are the master weights.
         masters = tree_map(to_float32, model.trainable_parameters())
         cast = {name: x.astype(dtypes[name]) for name, x in weights.items()}
-        _check_overflow(weights, cast)
+        finite = {
+            name: mx.isfinite(x) == mx.isfinite(weights[name])
+            for name, x in cast.items()
+        }
+        infinite = [name for name, x in finite.items() if not mx.all(x).item()]
+        if infinite:
+            raise ConvertError(
+                f"These weights overflow in the model's dtype: {list_some(infinite)}. "
+                "Keep their layers in float32."
+            )
         model.load_weights([*cast.items()], strict=False)
         optimizer.init(model.trainable_parameters())
         optimizer.set_masters(model.trainable_parameters(), masters)
     # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
-
-
-def _check_overflow(
-    weights: Mapping[str, mx.array], cast: Mapping[str, mx.array]
-) -> None:
-    infinite = [
-        name
-        for name, x in cast.items()
-        if mx.any(mx.isfinite(x) != mx.isfinite(weights[name])).item()
-    ]
-    if infinite:
-        raise ConvertError(
-            f"These weights overflow in the model's dtype: {list_some(infinite)}. Keep "
-            "their layers in float32."
-        )
 
 
 def build_optimizer(
@@ -448,40 +434,29 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     """Replace a checkpoint's values by those of a run, and return notes."""
     source, sections = plan.source, plan.sections
     others = [*list_others(source.tree, sections)]
-    _fill_model(plan, run.weights)
-    notes: list[str] = []
+    settings, notes = run.description["settings"], []
     old = new = 0  # steps
-    settings = run.description["settings"]
-    if sections.optimizers and not settings:
-        for path in reversed(sections.optimizers):
-            parent = get(source.tree, path[:-1])
-            if isinstance(parent, tuple):
-                raise ConvertError(
-                    "The run has no optimizer, and the original's optimizer state "
-                    "cannot be removed from its tuple. Pass the optimizer."
-                )
-            del parent[path[-1]]
-        notes.append("The run has no optimizer, so no optimizer state is written.")
-    elif plan.groups:
+    _fill_model(plan, run.weights)
+    for name, is_held, paths in (
+        ("optimizer", settings, sections.optimizers),
+        ("scaler", run.scaler, sections.scaler),
+    ):
+        if is_held and not paths:
+            notes.append(
+                f"The MLX {name}'s state is not written: the original has no {name} "
+                f"state, or keys={{'{name}': ''}} (--{name}-key '') omits it."
+            )
+    if settings and plan.groups:
         with _damage_is_an_error():
             notes += to_torch(plan.groups, plan.tensors, run, accept)
         old = max(group.step for group in plan.groups)
         new = max(int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups)
-    elif settings:
-        notes.append(
-            "The MLX optimizer's state is not written: the original has no optimizer "
-            "state, or keys={'optimizer': ''} (--optimizer-key '') omits it."
-        )
+    elif plan.groups:
+        for path in reversed(sections.optimizers):
+            del get(source.tree, path[:-1])[path[-1]]
+        notes.append("The run has no optimizer, so no optimizer state is written.")
     if run.scaler and sections.scaler is not None:
         get(source.tree, sections.scaler).update(run.scaler)
-        own = [key for key in run.scaler if key not in TORCH_KEYS]
-        if own:
-            notes.append(f"PyTorch's GradScaler ignores {', '.join(own)}.")
-    elif run.scaler:
-        notes.append(
-            "The MLX scaler's state is not written: the original has no scaler state, "
-            "or keys={'scaler': ''} (--scaler-key '') omits it."
-        )
     moved = _move_trainer(source, old, new)
     if moved:
         changes = ", ".join(moved.values())
@@ -516,16 +491,11 @@ def _fill_model(plan: Plan, weights: Mapping[str, mx.array]) -> None:
             f"The MLX model and the original's model differ in {list_some(wrong)}. Use "
             "a PyTorch checkpoint of the same model."
         )
-    new: dict[Row, Tensor] = {}  # the names of a tied tensor get the same one
     for name, row in rows.items():
-        if row not in new:
-            old, array = tensors[row.torch], row.to_torch(weights)
-            # If MLX only rounded the original's tensor, keep that tensor.
-            is_kept = old.dtype != dtype_name(array) and mx.array_equal(
-                old.read().astype(array.dtype, stream=mx.cpu), array, equal_nan=True
-            )
-            new[row] = old if is_kept else match_type(array, old)
-        tensors[name] = new[row]
+        if name == row.torch:
+            row.write(tensors, name, weights)
+    for name, row in rows.items():  # the names of a tied tensor get the same one
+        tensors[name] = tensors[row.torch]
 
 
 def _move_trainer(source: Source, was: int, now: int) -> dict[str, str]:

@@ -48,45 +48,30 @@ def is_flat(value: Any) -> bool:
     )
 
 
-def _is_optimizer(path: Path, value: dict[Any, Any]) -> bool:
-    return isinstance(value.get("param_groups"), list) or is_flat(value)
-
-
-def _is_scaler(path: Path, value: dict[Any, Any]) -> bool:
-    return value.keys() >= TORCH_KEYS.keys()
-
-
-def _is_moments(path: Path, value: dict[Any, Any]) -> bool:
-    return any(str(key).rpartition(".")[2] in _MOMENTS for key in value)
-
-
-def _has_weights(path: Path, value: dict[Any, Any]) -> bool:
+def _has_weights(value: dict[Any, Any]) -> bool:
     tensors = [x for x in value.values() if isinstance(x, Tensor)]
     is_named = all(isinstance(key, str) for key in value)
     return is_named and any("float" in x.dtype and x.shape for x in tensors)
 
 
-def _is_model(path: Path, value: dict[Any, Any]) -> bool:
+def _kind(path: Path, value: dict[Any, Any]) -> str:
+    """Return what a dict looks like, or ``""``."""
+    if isinstance(value.get("param_groups"), list) or is_flat(value):
+        return "optimizer"
+    if value.keys() >= TORCH_KEYS.keys():
+        return "scaler"
+    if any(str(key).rpartition(".")[2] in _MOMENTS for key in value):
+        return "moments"
+    if not _has_weights(value):
+        return ""
     # torch.nn.Module.get_extra_state() may return anything.
     others = [key for key, x in value.items() if not isinstance(x, Tensor)]
-    return _has_weights(path, value) and all(k.endswith("_extra_state") for k in others)
-
-
-def _is_mixed(path: Path, value: dict[Any, Any]) -> bool:
+    if all(key.endswith("_extra_state") for key in others):
+        return "model"
     # torchtitan mixes tensors with other values at the top level. A deeper dict of this
     # kind counts only if it has a model's name.
-    is_named = any("." in str(key) or key in ("weight", "bias") for key in value)
-    is_named = path[-1] in _MODEL_NAMES if path else is_named
-    return is_named and _has_weights(path, value)
-
-
-_KINDS = {
-    "optimizer": _is_optimizer,
-    "scaler": _is_scaler,
-    "moments": _is_moments,
-    "model": _is_model,
-    "mixed": _is_mixed,
-}
+    is_model = any("." in key or key in ("weight", "bias") for key in value)
+    return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else ""
 
 
 def find_sections(tree: Any, keys: Mapping[str, str]) -> Sections:
@@ -124,17 +109,16 @@ def find_sections(tree: Any, keys: Mapping[str, str]) -> Sections:
 
 def _search(tree: Any) -> dict[str, list[Path]]:
     """Return the paths of all dicts of each kind, the least deep ones first."""
-    found: dict[str, list[Path]] = {kind: [] for kind in _KINDS}
+    kinds = "optimizer", "scaler", "moments", "model", "mixed", ""
+    found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     left: list[tuple[Path, Any]] = [((), tree)]
     seen: set[int] = set()
     for path, value in left:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        tests = _KINDS.items() if isinstance(value, dict) else ()
-        kind = next((kind for kind, is_kind in tests if is_kind(path, value)), "")
-        if kind:
-            found[kind].append(path)
+        kind = _kind(path, value) if isinstance(value, dict) else ""
+        found[kind].append(path)
         if len(path) < _DEEPEST and kind in ("", "mixed", "optimizer"):
             # mmengine stores the scaler in the optimizer's state dict.
             skipped = ("state", "param_groups") if kind == "optimizer" else ()
@@ -154,12 +138,6 @@ def _trained(models: list[Path]) -> list[Path]:
 
 def _find_key(tree: Any, section: str, key: str) -> Path:
     """Return the path that a user wrote as ``KEY/KEY``, or raise."""
-    fits = {"model": _has_weights, "optimizer": _is_optimizer, "scaler": _is_scaler}
-    if section not in fits:
-        raise ConvertError(
-            f"keys= contains {section}, which is not a section. The sections are "
-            f"{list_some(SECTIONS)}."
-        )
     path: Path = ()
     for word in key.split("/"):
         names = {str(name): name for name, _ in items(tree)}
@@ -169,7 +147,11 @@ def _find_key(tree: Any, section: str, key: str) -> Path:
                 f"{list_some(names) or 'none'}."
             )
         tree, path = tree[names[word]], (*path, names[word])
-    if not isinstance(tree, dict) or not fits[section](path, tree):
+    is_dict = isinstance(tree, dict)
+    if not is_dict or section not in (
+        _kind(path, tree),
+        _has_weights(tree) and "model",
+    ):
         hint = _whole_module(tree) or (
             f"is not the {section}'s state dict. To list the contents of the file, "
             "run mlx_gradscale inspect."

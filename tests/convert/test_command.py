@@ -61,17 +61,6 @@ def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, 
     assert names["scaler"].get_scale() == 512.0
 
 
-def test_lines_that_resume_a_run_without_a_scaler_find_a_loss_scale(tmp_path, capsys):
-    weights, optimizer, _ = small()
-    assert main(paths(tmp_path, {"model": weights, "optimizer": optimizer})) == 0
-    said = capsys.readouterr().out.partition("To resume:")[2]
-    names = {"batch": [mx.full((1, 3), 3.0)]}
-    names["loss_fn"] = lambda x: names["model"].fc(x).astype(mx.float32).sum()
-    exec(said.replace("The run has no scaler.", "#"), names)
-    assert names["model"].fc.bias.tolist() == [1.0, 2.0]
-    assert names["scaler"].get_scale() == 8192.0  # 3 * 2**14 is finite in float16
-
-
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
@@ -145,7 +134,7 @@ def test_float64_tensors_are_rounded_in_mlx_and_come_back_as_float64(tmp_path, c
     weight = back["model"]["fc.weight"]
     assert torch.equal(weight, net["fc"].weight)  # MLX only rounded it
     moment, want = (x["optimizer"]["state"][0]["exp_avg"] for x in (back, parts))
-    assert torch.equal(moment, want.float().double())
+    assert torch.equal(moment, want)
 
 
 def back(tmp_path):
