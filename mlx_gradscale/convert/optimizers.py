@@ -18,13 +18,16 @@ from .files import ConvertError, match_type, number
 from .groups import Group, Index
 from .layouts import Row
 from .optimizer_table import (
+    DECOUPLED,
     IGNORED,
+    OFF,
     OPTIMIZERS,
+    REFUSED,
     SCHEDULED,
     check_differences,
     differences,
+    find_refused,
     plain_setting,
-    refused_settings,
 )
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
@@ -77,7 +80,13 @@ def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
     for group in groups:
         spec, settings = group.spec, group.settings
         found |= differences(spec, group.kind, settings)
-        known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
+        is_decayed = group.kind == "AdamW" and plain_setting(settings["weight_decay"])
+        if is_decayed and settings.get(DECOUPLED) is not True:
+            found[
+                "The PyTorch version that saved the optimizer did not record whether "
+                "it is AdamW, which MLX has, or Adam with weight decay, which differs."
+            ] = DECOUPLED
+        known = {*spec.settings, *spec.required, *spec.refused, *REFUSED, *IGNORED}
         found |= {
             f"The parameter groups have the key {key!r}, which {group.kind} does not "
             "have, so this may be a different optimizer.": key
@@ -197,7 +206,7 @@ def _write_settings(group: Group, used: Mapping[str, Any], rate: float) -> None:
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
     # Turn off the settings that MLX ignored with the user's consent.
-    changed |= refused_settings(spec, settings)
+    changed |= {key: OFF.get(key, 0) for key in find_refused(spec, settings)}
     for key, value in changed.items():
         settings[key] = match_type(value, settings[key])
 
