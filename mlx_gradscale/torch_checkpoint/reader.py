@@ -16,7 +16,7 @@ _MAGIC = [0x1950A86A20F9469CFC6C, 1001]
 # Tensors may be this many times larger than the file, plus 1 MiB.
 _MAX_FACTOR = 4
 # zipfile takes about 15 times the size of a zip directory.
-_MAX_DIRECTORY = 2**25
+_MAX_DIRECTORY = 2**24
 File = str | os.PathLike[str] | bytes
 
 

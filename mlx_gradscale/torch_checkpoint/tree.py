@@ -42,8 +42,10 @@ def replace_tensors(tree: Any, function: Callable[[tuple[Any, ...], Any], Any]) 
             if kind is OrderedDict and vars(value):  # state_dict() sets _metadata
                 vars(new).update(visit(vars(value), path))
             for key, item in value.items():
-                check_key(key)
-                new[visit(key, path)] = visit(item, (*path, key))
+                if type(key) not in _PLAIN:
+                    check_key(key)
+                    key = visit(key, path)
+                new[key] = item if type(item) in _COPIED else visit(item, (*path, key))
         elif kind is list:
             new = done[id(value)] = []
             new += [visit(x, (*path, i)) for i, x in enumerate(value)]
@@ -69,13 +71,12 @@ def replace_tensors(tree: Any, function: Callable[[tuple[Any, ...], Any], Any]) 
 
 def check_key(key: Any) -> None:
     """Raise unless a dict key is flat: hashing a doubled tuple would take forever."""
-    if type(key) is not str:
-        parts = key if type(key) is tuple and len(key) <= 64 else (key,)
-        check(
-            {*map(type, parts)} <= {*_PLAIN, Placeholder},
-            f"a dict key or set member has type {type(key).__name__}",
-            "It must be a plain value or a flat tuple of plain values.",
-        )
+    parts = key if type(key) is tuple and len(key) <= 64 else (key,)
+    check(
+        {*map(type, parts)} <= {*_PLAIN, Placeholder},
+        f"a dict key or set member has type {type(key).__name__}",
+        "It must be a plain value or a flat tuple of plain values.",
+    )
 
 
 def show_path(path: tuple[Any, ...]) -> str:

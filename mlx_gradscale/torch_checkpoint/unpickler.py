@@ -46,31 +46,31 @@ class Unpickler(_Python):  # type: ignore[misc]
 
     def load(self) -> Any:
         """Interpret the instructions of one pickle and return its object."""
-        self.memo = dict[int, Any]()
+        # As Python's load() does, whose loop does not count.
+        frames = pickle._Unframer(self._file_read, self._file_readline)  # type: ignore
+        self.read, self.readinto = frames.read, frames.readinto
+        self.readline, self._unframer = frames.readline, frames
+        self.memo: dict[int, Any] = {}
+        self.metastack, self.stack = list[Any](), list[Any]()
+        self.append, self.proto = self.stack.append, 0
         try:
-            return super().load()
+            while self._work < MAX_WORK:
+                self._work += 1
+                _ACTIONS[self.read(1)[0]](self)
+            self._spend(1)
+        except pickle._Stop as stop:  # type: ignore
+            return stop.value
         except Exception as error:  # Python's unpickler raises ten different types
             problem = str(error)
-            if not isinstance(error, CheckpointError):
+            if isinstance(error, KeyError):
+                problem = f"{bytes(error.args)!a} is not an instruction of checkpoints."
+            elif not isinstance(error, CheckpointError):
                 problem = f"the pickle is damaged or cut off ({error}). Copy the file."
             # The last string on the stack is usually the key of a bad value.
             parts = (*self.metastack[-1:], self.stack)
             keys = [x for part in parts for x in part[-2:] if type(x) is str]
             near = f"Near {keys[-1][:80]!a}: " if keys else ""
             raise CheckpointError(near + problem) from None
-
-    @property
-    def dispatch(self) -> "Unpickler":
-        """Let ``super().load()`` look up each instruction in this object."""
-        return self
-
-    def __getitem__(self, code: int) -> "_Action":
-        self._work += 1
-        if self._work > MAX_WORK or code not in _ACTIONS:
-            self._spend(0)
-            text = f"{bytes([code])!a} is not an instruction that checkpoints use"
-            check(False, text)
-        return _ACTIONS[code]
 
     def _spend(self, work: int) -> None:
         self._work += work
@@ -143,7 +143,8 @@ class Unpickler(_Python):  # type: ignore[misc]
             target.extend(values)
         elif kind in DICTS and opcode in b"su":
             for key, value in zip(values[::2], values[1::2], strict=True):
-                check_key(key)
+                if type(key) is not str:
+                    check_key(key)
                 target[key] = value
         elif kind is set and opcode == b"\x90":
             target.update(self.construct("builtins.set", (values,)))
