@@ -19,6 +19,7 @@ from .core.finite import all_finite
 from .core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from .core.scaler import GradScaler
 from .float32 import find_float32_layers, float32_layers
+from .grad_checkpoint import grad_checkpoint
 from .nonfinite_leaves import NonFinite, nonfinite
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "compile_step",
     "find_float32_layers",
     "float32_layers",
+    "grad_checkpoint",
     "nonfinite",
     "restore_checkpoint",
     "save_checkpoint",
