@@ -89,35 +89,35 @@ def plot_history(
     steps = np.array([record.step for record in records])
     columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
     columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
-    height = 0.7 + 1.55 * len(columns)
-    with _new_figure(len(columns), (8.0, height), path) as (figure, panels):
+    size = 8.0, 0.7 + 1.55 * len(columns)
+    with _new_figure(len(columns), size, path) as (figure, panels):
         for axes, (name, column) in zip(panels, columns.items(), strict=True):
             values = np.array(column, float)  # None becomes NaN
             values[np.isinf(values)] = math.nan  # matplotlib leaves a gap
             _draw_line(axes, steps, values, name == "scale")
             axes.set_ylabel(_PANELS[name])
             if skipped:
-                place: Any = {"transform": axes.get_xaxis_transform(), "ms": 5}
-                place |= {"clip_on": False, "color": _ALARM, "label": "skipped step"}
-                axes.plot(skipped, [1.0] * len(skipped), "v", **place)
+                look: Any = {"color": _ALARM, "ms": 5, "label": "skipped step"}
+                look |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
+                axes.plot(skipped, [1.0] * len(skipped), "v", **look)
         panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
         _add_legend(panels[0])
         panels[-1].set_xlabel("step")
-        panels[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.align_ylabels()
     return figure
 
 
 def _draw_line(axes: Any, steps: Any, values: Any, is_scale: bool) -> None:
-    finite = values[np.isfinite(values)]
     # Without a marker, a value between two gaps would be invisible.
     look: Any = {"color": _LINE, "ms": 3, "mew": 0}
+    finite = values[np.isfinite(values)]
     if is_scale:
         # Exponents on a linear axis: for a scale that moves between two powers,
         # matplotlib's logarithmic axis shows only one label.
         axes.step(steps, np.log2(values), ".-", where="post", **look)
         _label_powers(axes.yaxis)
-    elif len(steps) <= _LONG_RUN:
+        return
+    if len(steps) <= _LONG_RUN:
         axes.plot(steps, values, ".-", **look)
     else:
         axes.plot(steps, values, color=_LINE, lw=0.6, alpha=0.35)
@@ -126,7 +126,7 @@ def _draw_line(axes: Any, steps: Any, values: Any, is_scale: bool) -> None:
         count = np.convolve(np.isfinite(values), window, "same")
         mean = np.where(np.isfinite(values), total / np.maximum(count, 1), math.nan)
         axes.plot(steps, mean, color=_LINE, label="running mean")
-    if not is_scale and finite.size and 0 < finite.min() < finite.max() / 50:
+    if finite.size and 0 < finite.min() < finite.max() / 50:
         axes.set_yscale("log")
 
 
@@ -160,8 +160,7 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
         for axes, each in zip(panels, (1.0, scale), strict=True):
             counts, shares = histogram.by_power(each), histogram.at(each)
             heights = [100 * count / histogram.size for count in counts.values()]
-            middles = [p + 0.5 for p in counts]
-            axes.bar(middles, heights, color=_BAR, width=0.85, zorder=2)
+            axes.bar([p + 0.5 for p in counts], heights, color=_BAR, width=0.85)
             axes.set_xlim(_LOW, _HIGH)
             axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
             axes.xaxis.set_major_formatter(_POWER)
@@ -169,15 +168,15 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
             axes.grid(False, axis="x")
             for name, start, end, color in _RANGES:
                 axes.axvspan(start, end, color=color, lw=0, zorder=0)
+                look: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
                 text = f"{name}\n{percent(getattr(shares, name))}"
-                place: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-                axes.text((start + end) / 2, 1.02, text, size=8, **place)
+                axes.text((start + end) / 2, 1.02, text, size=8, **look)
             title = f"with loss scale {_POWER.format(x=math.log2(each))}"
             axes.set_title("without loss scaling" if each == 1 else title, pad=28)
             rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
-            hidden = ", ".join(f"{percent(x)} {name}" for name, x in rest.items() if x)
-            title = f"not drawn: {hidden}" if hidden else ""
-            axes.set_title(title, loc="right", fontsize=8, pad=28)
+            if hidden := [f"{percent(x)} {name}" for name, x in rest.items() if x]:
+                title = f"not drawn: {', '.join(hidden)}"
+                axes.set_title(title, loc="right", fontsize=8, pad=28)
         figure.supylabel("share of all gradients", fontsize=9)
         label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
         panels[-1].set_xlabel(label)
@@ -212,23 +211,23 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to plot. {search.problem}".strip())
+    dtype = "float16" if rows[0].maximum == Row.maximum else "bfloat16"
     fits = [row.headroom >= 0 for row in rows]
     inside = [i for i, x in enumerate(rows) if fits[i] and x.layer in search.where]
-    n_lost = len(rows) - sum(fits) + len(inside)
-    largest = [math.log2(row.largest) if row.largest else math.nan for row in rows]
-    limit = math.log2(rows[0].maximum)
-    dtype = "float16" if rows[0].maximum == Row.maximum else "bfloat16"
-    title = f"{n_lost} of {len(rows)} layers overflow in {dtype}"
+    lost = len(rows) - sum(fits) + len(inside)
+    title = f"{lost} of {len(rows)} layers overflow in {dtype}"
     if search.where:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
     badness = {row.layer: -row.headroom for row in rows}
     badness |= {rows[i].layer: math.inf for i in inside}
+    limit = math.log2(rows[0].maximum)
     with _layer_figure(badness, title, path) as (figure, axes):
         for i, row in enumerate(rows):
             if row.is_float32:
                 look: Any = {"color": _NORMAL, "lw": 0, "label": "computes in float32"}
                 axes.axvspan(i - 0.5, i + 0.5, **look)
-        axes.plot(largest, "o", color=_LINE, ms=4, label="inputs and outputs")
+        values = [limit - row.headroom for row in rows]
+        axes.plot(values, "o", color=_LINE, ms=4, label="inputs and outputs")
         if inside:
             look = {"color": _ALARM, "ms": 6, "label": "overflows inside"}
             axes.plot(inside, [limit + 1.5] * len(inside), "X", **look)
