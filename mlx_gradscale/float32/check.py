@@ -99,8 +99,8 @@ def check(
             is_finite = bool(all_finite(gradients).item())
             distance = _distance(exact_gradients, gradients)
             is_loss_off = is_off(float(loss), expected, tolerance)
-            is_far = distance > min(_GRADIENT_TOLERANCE * tolerance, _FARTHEST)
-            is_good = not is_loss_off and is_finite and not is_far
+            is_near = distance <= min(_GRADIENT_TOLERANCE * tolerance, _FARTHEST)
+            is_good = is_finite and is_near and not is_loss_off
             if is_good or is_loss_off:
                 break
     results = is_loss_off, is_finite, is_good

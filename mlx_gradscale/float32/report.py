@@ -54,7 +54,7 @@ class Float32Search:
         where (list): The layers to pass to ``float32_layers``. You can also pass this
             object itself.
         reasons (dict): The reason for each entry of ``where``.
-        rows (list): A :class:`Row` for every called layer, in order of computation.
+        rows (list): A :class:`Row` for every called layer, in order of return.
         problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.

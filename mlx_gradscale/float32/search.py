@@ -292,6 +292,8 @@ class _Search:
             why = f"The loss is {loss:.4g} instead of {expected:.4g}."
             wrong = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
             found = {x.path or "": describe_error(x, self._half) for x in wrong}
+            if wrong and self.fault is None:
+                self.fault = Fault(wrong[0].path, describe_error(wrong[0], self._half))
             if not found and (last := self._find_last_layer(trial, call, expected)):
                 found = {last: why}
             if not found.keys() - self.reasons.keys():

@@ -120,9 +120,9 @@ def find_first(
             return found
     if call.largest_output > limit:
         return Fault(call.path, f"The output of {reaches}".format(call.largest_output))
-    return (
-        Fault(call.path, describe_error(call, dtype)) if call.error >= error else None
-    )
+    if call.error >= error:
+        return Fault(call.path, describe_error(call, dtype))
+    return None
 
 
 def describe_error(call: Call, half: mx.Dtype) -> str:
