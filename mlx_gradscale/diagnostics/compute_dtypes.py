@@ -58,12 +58,11 @@ def compute_dtypes(
     cast_inputs: bool = True,
     **kwargs: Any,
 ) -> DtypeReport:
-    """Trace one batch and report the dtype in which each layer computes.
+    """Run one batch and report the dtype in which each layer computes.
 
     A single float32 array, such as a batch, a mask or a positional encoding, promotes
     float16 results to float32, along with everything computed from them. MLX does not
     warn, and these computations take as much time and memory as in a float32 model.
-    This function traces the batch without evaluating it.
 
     Args:
         model (nn.Module): The model, which is not changed.
@@ -88,7 +87,7 @@ def compute_dtypes(
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, args, kwargs, casting)
-    *calls, _ = trace(trial, evaluate=False).call.walk()
+    *calls, _ = trace(trial)[0].walk()
     return DtypeReport(tuple(call for call in calls if not call.is_float32))
 
 
