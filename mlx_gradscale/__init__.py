@@ -19,6 +19,7 @@ from .core.finite import all_finite
 from .core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from .core.scaler import GradScaler
 from .float32 import find_float32_layers, float32_layers
+from .grad_checkpoint import grad_checkpoint
 
 __all__ = [
     "GradScaler",
@@ -29,6 +30,7 @@ __all__ = [
     "compile_step",
     "find_float32_layers",
     "float32_layers",
+    "grad_checkpoint",
     "restore_checkpoint",
     "save_checkpoint",
 ]
