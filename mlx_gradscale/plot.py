@@ -39,13 +39,14 @@ _SETTINGS = {
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
+    "grid.alpha": 0.4,
     "font.size": 9,
     "legend.frameon": False,
 }
 # Formats the exponent x as a power of two, in text and tick labels.
 _POWER = "$2^{{{x:.0f}}}$"
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
-_LONG_RUN, _MANY_LAYERS = 500, 40
+_LONG_RUN, _MOST_LAYERS = 500, 40
 # The exponents of gradients to show. The outer ranges are wide enough for their labels.
 _LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
 # The name, the exponents and the background of each range of float16.
@@ -186,10 +187,9 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
 def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     """Plot how close each layer's values come to the dtype's maximum (float16: 65504).
 
-    The background marks the layers that the search makes float32. A cross above the
-    limit marks such a layer if its inputs and outputs fit. Usually, an intermediate
-    result overflows, such as the mean of squares in a norm. In a model of more than 40
-    layers, layers close to a layer with a larger value have no label.
+    A layer that the search makes float32 although its values fit computes something
+    larger inside, such as the mean of squares in a norm. Of more than 40 layers, the 40
+    that come closest are drawn.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
@@ -212,41 +212,31 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     if not rows:
         raise ValueError(f"There is nothing to plot. {search.problem}".strip())
     dtype = "float16" if rows[0].maximum == Row.maximum else "bfloat16"
-    fits = [row.headroom >= 0 for row in rows]
-    inside = [i for i, x in enumerate(rows) if fits[i] and x.layer in search.where]
-    lost = len(rows) - sum(fits) + len(inside)
+    limit, is_inside = math.log2(rows[0].maximum), set(search.where)
+    lost = sum(row.headroom < 0 or row.layer in is_inside for row in rows)
     title = f"{lost} of {len(rows)} layers overflow in {dtype}"
     if search.where:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
-    badness = {row.layer: -row.headroom for row in rows}
-    badness |= {rows[i].layer: math.inf for i in inside}
-    limit = math.log2(rows[0].maximum)
-    with _layer_figure(badness, title, path) as (figure, axes):
-        for i, row in enumerate(rows):
-            if row.is_float32:
-                look: Any = {"color": _NORMAL, "lw": 0, "label": "computes in float32"}
-                axes.axvspan(i - 0.5, i + 0.5, **look)
-        values = [limit - row.headroom for row in rows]
-        axes.plot(values, "o", color=_LINE, ms=4, label="inputs and outputs")
-        if inside:
-            look = {"color": _ALARM, "ms": 6, "label": "overflows inside"}
-            axes.plot(inside, [limit + 1.5] * len(inside), "X", **look)
-        bottom, top = axes.get_ylim()
-        # Down to float16's smallest number, because the axis is linear.
-        axes.set_ylim(max(bottom, -24.0), max(top, limit) + 3)
-        axes.axhspan(limit, axes.get_ylim()[1], color=_LOST, lw=0, zorder=0)
-        look = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 8}
-        axes.text(1.005, limit, f"{rows[0].maximum:.5g}", color=_ALARM, **look)
-        axes.set_ylabel("largest magnitude")
-        _label_powers(axes.yaxis)
+    badness = {x.layer: math.inf if x.layer in is_inside else -x.headroom for x in rows}
+    with _layer_figure(badness, title, path) as (figure, axes, shown):
+        found = {row.layer: row for row in rows}
+        for is_float32, color in ((False, _LINE), (True, _ALARM)):
+            lines = [
+                i for i, x in enumerate(shown) if found[x].is_float32 == is_float32
+            ]
+            sizes = [limit - found[shown[i]].headroom for i in lines]
+            label = f"computes in {'float32' if is_float32 else dtype}"
+            axes.plot(sizes, lines, "o", color=color, ms=4, label=label)
+        axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
+        axes.set_xlabel("largest magnitude")
+        _label_powers(axes.xaxis)
     return figure
 
 
 def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
     """Plot the share of an update that each layer loses, and of weights that are stuck.
 
-    In a model of more than 40 layers, layers close to one that loses more have no
-    label.
+    Of more than 40 layers, the 40 that lose most are drawn.
 
     Args:
         report (LostUpdates): The result of
@@ -266,15 +256,17 @@ def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
         >>> len(plot_lost_updates(report).axes)
         1
     """
-    found = {k: x for k, x in report.layers.items() if not math.isnan(x.lost)}
-    if not found:
+    badness = {k: x.lost for k, x in report.layers.items() if not math.isnan(x.lost)}
+    if not badness:
         raise ValueError(f"There is nothing to plot. {report.verdict}".strip())
-    badness = {name: x.lost for name, x in found.items()}
-    with _layer_figure(badness, report.verdict, path) as (figure, axes):
-        stuck = [x.stuck for x in found.values()]
-        axes.plot(stuck, "o", color=_BAR, ms=4, label="weights that do not move")
-        axes.plot(badness.values(), "o", color=_LINE, ms=4, label="lost update")
-        axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    with _layer_figure(badness, report.verdict, path) as (figure, axes, shown):
+        found = [report.layers[name] for name in shown]
+        lines, look = range(len(found)), {"marker": "o", "ms": 4, "ls": ""}
+        stuck = [x.stuck for x in found]
+        axes.plot(stuck, lines, color=_BAR, label="weights that do not move", **look)
+        lost = [x.lost for x in found]
+        axes.plot(lost, lines, color=_LINE, label="lost update", **look)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     return figure
 
 
@@ -306,25 +298,15 @@ def _new_figure(
 @contextmanager
 def _layer_figure(
     badness: dict[str, float], title: str, path: Output
-) -> Iterator[tuple[Figure, Any]]:
-    """Yield a figure with a place for each layer, and its axes.
-
-    Where labels would overlap, only the worst layer has one.
-    """
-    names = [*badness]
-    apart = math.ceil(len(names) / _MANY_LAYERS)
-    named: list[int] = []
-    for i in sorted(range(len(names)), key=lambda i: -badness[names[i]]):
-        if all(abs(i - other) >= apart for other in named):
-            named.append(i)
-    labels = [names[i] for i in named]
-    size = (9.0, 3.5 + 0.055 * max(map(len, labels)))
-    with _new_figure(1, size, path) as (figure, (axes,)):
-        yield figure, axes
+) -> Iterator[tuple[Figure, Any, list[str]]]:
+    """Yield a figure, axes with a row for each of the worst layers, and their names."""
+    worst = sorted(badness, key=lambda name: -badness[name])[:_MOST_LAYERS]
+    shown = [name for name in badness if name in worst]
+    with _new_figure(1, (8.0, 1.2 + 0.14 * len(shown)), path) as (figure, (axes,)):
+        yield figure, axes, shown
         axes.set_title(title, pad=20)
-        axes.set_xlim(-0.8, len(names) - 0.2)
-        axes.set_xticks(named, labels, rotation=90, fontsize=7)
-        axes.grid(False, axis="x")
+        axes.set_yticks(range(len(shown)), shown, fontsize=7)
+        axes.set_ylim(len(shown) - 0.5, -0.5)
         _add_legend(axes)
 
 
