@@ -219,14 +219,14 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
     badness = {x.layer: math.inf if x.layer in is_inside else -x.headroom for x in rows}
     with _layer_figure(badness, title, path) as (figure, axes, shown):
-        found = {row.layer: row for row in rows}
+        places = {name: i for i, name in enumerate(shown)}
         for is_float32, color in ((False, _LINE), (True, _ALARM)):
-            lines = [
-                i for i, x in enumerate(shown) if found[x].is_float32 == is_float32
-            ]
-            sizes = [limit - found[shown[i]].headroom for i in lines]
+            found = [x for x in rows if x.layer in places]
+            found = [row for row in found if row.is_float32 == is_float32]
+            sizes = [limit - row.headroom for row in found]
             label = f"computes in {'float32' if is_float32 else dtype}"
-            axes.plot(sizes, lines, "o", color=color, ms=4, label=label)
+            look: Any = {"color": color, "ms": 4, "label": label}
+            axes.plot(sizes, [places[row.layer] for row in found], "o", **look)
         axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
         axes.set_xlabel("largest magnitude")
         _label_powers(axes.xaxis)
