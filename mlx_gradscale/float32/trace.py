@@ -61,8 +61,9 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
     """Run a batch forward; return the call of the loss function, and the loss.
 
     With ``half``, each layer also runs in half precision on the same inputs, so that
-    its error is its own. Inputs outside the range are clipped, because another layer
-    computed them. A layer runs once more for each layer that contains it.
+    its error is its own. Inputs and weights outside the range are clipped, such as a
+    mask of float32's lowest number. A layer runs once more for each layer that contains
+    it.
     """
     root = running = Call(None)
     is_idle = False  # while a layer runs in half precision, and in the backward pass
