@@ -16,7 +16,7 @@ from ..float32.check import check, find_bad_input
 from ..float32.report import FIRST_SCALE, Float32Search
 from ..float32.search import search
 from ..float32.trial import Trial
-from ..float32.where import TO, TO_THE_LOSS, ordered_modules, owner_of
+from ..float32.where import TO, ordered_modules, owner_of
 from .reading import scale_of
 
 # A model that skips steps may have unusual weights, so allow more than the search does.
@@ -139,37 +139,34 @@ def explain_overflow(
     report = partial(OverflowReport, loss=found.loss, scale=number)
     if found.is_good:
         return report("nothing", None, "The loss and the gradients match float32.")
-    paths = [path for path, _ in ordered_modules(model)]
-    # A bad batch or bad weights.
-    if found.bad_gradients or not math.isfinite(found.loss):
-        cause, bad, text = find_bad_input(trial)
+    # In the order of the backward pass.
+    bad = found.bad_gradients[::-1]
+    if bad or not math.isfinite(found.loss):
+        cause, paths, text = find_bad_input(trial)
         if cause:
-            is_batch = cause == "batch"
-            return report(cause, None if is_batch else owner_of(paths, bad[0]), text)
-    # Gradients that overflow or underflow; the scale does not change the loss.
-    layer, text = None, ""
-    if found.bad_gradients:
-        # The backward pass reaches the last of them first.
-        layer = owner_of(paths, found.bad_gradients[-1])
-        text = (
-            f"The gradients of {list_some(found.bad_gradients[::-1])} are NaN or inf."
-        )
+            return report(cause, _owner(model, paths), text)
+    where = f"The gradients of {list_some(bad)} are NaN or inf." if bad else ""
     if not found.is_loss_off:
         scaled = check(trial, None, [FIRST_SCALE, None], _TOLERANCE)
         result = Float32Search([], scale=scaled.scale)
-        if scaled.is_good and layer is not None:
-            return report("gradients", layer, text, search=result)
+        if scaled.is_good and bad:
+            return report("gradients", _owner(model, bad), where, search=result)
         if scaled.is_good:
-            text = "Small gradients underflow. They match float32 at "
-            text += f"{power(scaled.scale)}."
-            return report("nothing", None, text, search=result)
-    # A layer or a loss function that is wrong in half precision.
+            at = power(scaled.scale)
+            where = f"Small gradients underflow. They match float32 at {at}."
+            return report("nothing", None, where, search=result)
     result = search([trial], _TOLERANCE)
     if not found.is_loss_off and not result.where:
-        cause = "nothing" if layer is None else "derivative"
-        return report(cause, layer, text, search=result)
-    entry, why = next(iter(result.reasons.items()), (TO_THE_LOSS, ""))
-    if why.startswith("The loss is") or not why:
+        cause = "derivative" if bad else "nothing"
+        return report(cause, _owner(model, bad), where, search=result)
+    entry, why = next(iter(result.reasons.items()), ("", ""))
+    if why.startswith("The loss is") or not result.where:
         return report("loss", None, why, search=result)
     layer = entry.partition(TO)[0]
     return report("forward", layer, f"{layer or 'The model'}: {why}", search=result)
+
+
+def _owner(model: nn.Module, parameters: list[str]) -> str | None:
+    """Return the layer of the first of some parameters, or None without any."""
+    paths = [path for path, _ in ordered_modules(model)]
+    return owner_of(paths, parameters[0]) if parameters else None

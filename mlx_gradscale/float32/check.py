@@ -92,14 +92,14 @@ def find_bad(
 
 
 def find_bad_input(trial: Trial) -> tuple[str, list[str], str]:
-    """Return the cause, paths and text of NaN or inf in the batch or the parameters."""
+    """Return the cause, its parameters and a text if batch or weights are bad."""
     given = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
     flat = tree_flatten(given, is_leaf=is_opaque)  # a model is no part of the batch
     batch = {path: x for path, x in flat if isinstance(x, mx.array)}
     # Ignore -inf, because additive masks contain it.
     if found := find_bad(batch, lambda x: mx.isnan(x) | mx.isposinf(x)):
         text = f"The batch contains NaN or inf in {list_some(found)}."
-        return "batch", found, f"{text} Fix or skip this batch."
+        return "batch", [], f"{text} Fix or skip this batch."
     parameters = trial.model.parameters()
     if not (found := find_bad(parameters)):
         return "", [], ""

@@ -16,9 +16,8 @@ FIRST_SCALE = 65536.0
 _WHOLE_MODEL = (
     "The whole model would have to compute in float32, at the cost of a float32 model. "
     "The overflow is probably in the model's own code, between its layers, or in the "
-    "loss function. A better fix is to cast the overflowing expression to float32 "
-    "(x.astype(mx.float32)) and its result back, to reduce (sum, mean) in float32, to "
-    "move the expression into its own layer, or to use bfloat16."
+    "loss function. Instead of adding the lines, cast that expression to float32 "
+    "(x.astype(mx.float32)), move it into its own layer, or train in bfloat16."
 )
 
 
