@@ -170,11 +170,11 @@ class _Search:
             text = f"Search for float32 layers, run {self._count}: {run}"
             print(text, file=sys.stderr, flush=True)
 
-    def _trace(self, trial: Trial) -> tuple[Call, float]:
-        """Trace a batch in float32, with the errors of layers not yet selected."""
+    def _trace(self, trial: Trial, where: Iterable[str]) -> tuple[Call, float]:
+        """Trace a batch in float32, with the errors of layers besides these."""
         self._show(f"{trial.name} in float32")
         with preserved(self._model):
-            float32_layers(self._model, list(self.reasons))
+            float32_layers(self._model, list(where))
             with trial.in_float32() as exact:
                 return trace(exact, self._half)
 
@@ -212,9 +212,7 @@ class _Search:
 
     def cover(self, trial: Trial) -> tuple[Call, float]:
         """Select the layers that exchange large values; return a trace of the batch."""
-        self.reasons, known = {}, self.reasons
-        call, loss = self._trace(trial)
-        self.reasons = known
+        call, loss = self._trace(trial, [])
         if not math.isfinite(loss):
             *_, text = find_bad_input(trial)
             bad = (x.path for x in call.walk() if x.largest_output == math.inf)
@@ -255,14 +253,14 @@ class _Search:
         inside = self._paths(self.reasons)
         if all(is_inside(children[i].path or "", *inside) for i in large):
             return
-        # The caller's own code computes what its first child reads.
-        is_own, first = reads[large[0]], max(large[0] - reads[large[0]], 0)
-        last = large[-1] + makes[large[-1]]
-        is_small = not large[0] or self._share([call.path or ""]) <= 0.5
-        if call.path and (last == len(children) or (is_own and is_small)):
-            entry = call.path
-        else:
-            entry = self._chain(children[first:], last - first)
+        first, last = large[0], large[-1] + makes[large[-1]]
+        is_whole = last == len(children)
+        if reads[first]:
+            # The caller's own code computes the value, after its previous child.
+            is_whole |= not first or self._share([call.path or ""]) <= 0.5
+            first = max(first - 1, 0)
+        chain = self._chain(children[first:], last - first)
+        entry = call.path if call.path and is_whole else chain
         largest = max(children[i].largest for i in large)
         above = "above" if largest > self._maximum else "close to"
         self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
@@ -292,7 +290,7 @@ class _Search:
             if not is_loss_off(loss, expected, self._tolerance):
                 return
             if self.reasons:
-                call, _ = self._trace(trial)
+                call, _ = self._trace(trial, self.reasons)
             found = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
             why = {x.path or "": self._describe(x) for x in found}
             if not why and (last := self._find_last_layer(trial, call, expected)):
