@@ -38,7 +38,7 @@ class DtypeReport:
             rows.append([layer.path or "(model)", *dtypes])
         lines = [align(rows, left=4)]
         if self.first is not None:
-            lines.append(promotion_message(self.first))
+            lines.append(_describe_promotion(self.first))
         elif any(layer.parameters is not None for layer in self.layers):
             lines.append("No layer with half-precision parameters computes in float32.")
         else:
@@ -95,7 +95,7 @@ def _names(dtypes: Any) -> str:
     return ", ".join(dict.fromkeys(map(dtype_name, dtypes))) or "-"
 
 
-def promotion_message(layer: Call) -> str:
+def _describe_promotion(layer: Call) -> str:
     """Describe a half-precision layer that computes in float32, and how to fix it."""
     half = _names([layer.parameters])
     name = repr(layer.path) if layer.path else "The model"
