@@ -22,8 +22,9 @@ from .where import TO, TO_THE_LOSS, is_inside, resolve
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
-# Errors of a layer in half precision. Rounding stays below the first; an overflow in a
-# sum exceeds it. The second applies if the loss is off but no error exceeds the first.
+# Errors of a layer in half precision. Rounding stays below the first, but for a choice
+# between two near values, such as experts; an overflow in a sum exceeds it. The second
+# applies if the loss is off but no error exceeds the first.
 _FAR, _SUSPICIOUS = 0.25, 0.05
 # How often layers are added for one batch, and how many layers before the loss to try.
 _ROUNDS, _LAST_LAYERS = 5, 8
