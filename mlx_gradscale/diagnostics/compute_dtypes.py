@@ -58,11 +58,12 @@ def compute_dtypes(
     cast_inputs: bool = True,
     **kwargs: Any,
 ) -> DtypeReport:
-    """Run one batch and report the dtype in which each layer computes.
+    """Trace one batch and report the dtype in which each layer computes.
 
     A single float32 array, such as a batch, a mask or a positional encoding, promotes
     float16 results to float32, along with everything computed from them. MLX does not
     warn, and these computations take as much time and memory as in a float32 model.
+    This function traces the batch without evaluating it.
 
     Args:
         model (nn.Module): The model, which is not changed.

@@ -63,7 +63,7 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
     With ``half``, each layer also runs in half precision on the same inputs, so that
     its error is its own. Inputs and weights outside the range are clipped, such as a
     mask of float32's lowest number. A layer runs once more for each layer that contains
-    it.
+    it. Without ``half``, only the dtypes are known, and nothing is evaluated.
     """
     root = running = Call(None)
     is_idle = False  # while a layer runs in half precision, and in the backward pass
@@ -86,8 +86,9 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
         outputs = function(*args, **kwargs)
         running, found = caller, floats(outputs)
         call.inputs, call.outputs = (tuple(x.dtype for x in y) for y in (given, found))
-        call.largest_input, call.largest_output = magnitude(given), magnitude(found)
-        call.error = _distance(found, in_half)
+        if half is not None:
+            call.largest_input, call.largest_output = magnitude(given), magnitude(found)
+            call.error = _distance(found, in_half)
         return outputs
 
     def loss_fn(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +105,8 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
         loss, _ = replace(trial, loss_fn=loss_fn).differentiate()
     names = "largest_input", "largest_output", "error"
     fields = [(call, name) for call in root.walk() for name in names]
+    if half is None:
+        return root, math.nan
     mx.eval([getattr(*each) for each in fields], loss)
     for call, name in fields:
         number = float(getattr(call, name))
