@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..core.trees import CONTAINERS
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_folder
 from ..files.paths import check_file, read_json
@@ -20,7 +21,6 @@ from ..torch_checkpoint import CheckpointError, Tensor, plain_value, save, shape
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
-CONTAINERS = (dict, list, tuple)
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"

@@ -32,16 +32,12 @@ class Group:
     settings: dict[str, Any]
     slots: dict[Index, Slots]  # each parameter's state; empty if it has none yet
     kind: str  # a key of OPTIMIZERS
+    spec: OptimizerSpec
     rows: dict[Index, Row] = field(default_factory=dict)  # parameters that MLX has
     step: int = 0  # in the PyTorch checkpoint
     # The prefix of the group's MLX state: "states.<i>." in a MultiOptimizer, and empty
     # if one MLX optimizer covers all groups.
     prefix: str = ""
-
-    @property
-    def spec(self) -> OptimizerSpec:
-        """The ``OPTIMIZERS`` entry for ``kind``."""
-        return OPTIMIZERS[self.kind]
 
     def lacks_state(self, index: Index) -> bool:
         """Return whether the checkpoint lacks any of a parameter's moments."""
@@ -63,16 +59,17 @@ class Group:
 
     def write(self) -> None:
         """Write the settings, and slots that are new, into the state dict."""
-        flat, states = is_flat(self.held), self.held.get("state", {})
+        states = self.held.setdefault("state", {}) if not is_flat(self.held) else None
+        own = {key: x for key, x in self.settings.items() if key != "params"}
         for index, slots in self.slots.items():
-            if flat:
-                own = {k: x for k, x in self.settings.items() if k != "params"}
-                for start, values in (("state", slots), ("param_groups", own)):
-                    self.held |= {f"{start}.{index}.{k}": x for k, x in values.items()}
+            if states is None:
+                parts = ("state", slots), ("param_groups", own)
+                self.held |= {
+                    f"{p}.{index}.{k}": x for p, v in parts for k, x in v.items()
+                }
             elif slots:
                 key = type(next(iter(states), index))(index)  # a number or a string
                 states[key] = slots
-                self.held["state"] = states
 
 
 def read_groups(held: dict[Any, Any]) -> list[Group]:
@@ -84,7 +81,8 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     by_text = {str(index): slots for index, slots in states.items()}
     every = [{i: by_text.get(str(i)) or {} for i in x["params"]} for x in groups]
     pairs = zip(groups, every, strict=True)
-    return [Group(held, group, slots, kind) for group, slots in pairs]
+    spec = OPTIMIZERS[kind]
+    return [Group(held, group, slots, kind, spec) for group, slots in pairs]
 
 
 def _nest(held: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.scaler import GradScaler
 from ..core.state import decode
-from ..core.trees import restore, snapshot
+from ..core.trees import get_at, restore, snapshot
 from ..files.text import list_some
 from ..torch_checkpoint import Tensor, read_all, replace_tensors
 from .files import (
@@ -34,7 +34,7 @@ from .groups import Group, find_names, read_groups
 from .layouts import Row
 from .optimizers import Rate, build, check_groups, plan_groups, rebuild, to_torch
 from .rows import Options, Table, is_adapter, make_table
-from .sections import Sections, find_sections, get, list_others
+from .sections import Sections, find_sections, list_others
 
 # What reading a value of the wrong type raises.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -75,7 +75,8 @@ class Plan:
     @property
     def tensors(self) -> dict[str, Any]:
         """The model's state dict."""
-        return get(self.source.tree, self.sections.model)  # type: ignore[no-any-return]
+        tensors: dict[str, Any] = get_at(self.source.tree, self.sections.model)
+        return tensors
 
 
 def make_plan(
@@ -87,7 +88,7 @@ def make_plan(
     """Find out how a checkpoint maps to a model, or to the given rows."""
     tree = source.tree
     sections = find_sections(tree, options.keys)
-    held = get(tree, sections.model)
+    held = get_at(tree, sections.model)
     tensors = {name: x for name, x in held.items() if isinstance(x, Tensor)}
     if rows is not None:
         table = Table(dict(rows))
@@ -101,7 +102,7 @@ def make_plan(
     plan = Plan(source, sections, table, notes=source.notes + table.notes)
     with _damage_is_an_error():
         for path in sections.optimizers:
-            plan.groups += read_groups(get(tree, path))
+            plan.groups += read_groups(get_at(tree, path))
         if plan.groups:
             # A safetensors file does not preserve PyTorch's order of tensors.
             is_ordered = not str((*sections.model, "")[0]).endswith(".safetensors")
@@ -112,7 +113,7 @@ def make_plan(
             plan_groups(plan.groups, plan.names, table.rows, step)
             plan.notes += check_groups(plan.groups, options.accept) + doubts
         if sections.scaler is not None:
-            plan.scaler, state = GradScaler(), get(tree, sections.scaler)
+            plan.scaler, state = GradScaler(), get_at(tree, sections.scaler)
             plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
     others = [*list_others(tree, sections)]
     if others:
@@ -453,10 +454,10 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
         new = max(int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups)
     elif plan.groups:
         for path in reversed(sections.optimizers):
-            del get(source.tree, path[:-1])[path[-1]]
+            del get_at(source.tree, path[:-1])[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     if run.scaler and sections.scaler is not None:
-        get(source.tree, sections.scaler).update(run.scaler)
+        get_at(source.tree, sections.scaler).update(run.scaler)
     moved = _move_trainer(source, old, new)
     if moved:
         changes = ", ".join(moved.values())
