@@ -71,6 +71,7 @@ class Plan:
     names: list[str] = field(default_factory=list)  # of the parameters in all groups
     scaler: GradScaler | None = None
     notes: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # paths of entries to copy
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -115,10 +116,10 @@ def make_plan(
         if sections.scaler is not None:
             plan.scaler, state = GradScaler(), get_at(tree, sections.scaler)
             plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
-    others = [*list_others(tree, sections)]
-    if others:
+    plan.others += list_others(tree, sections)
+    if plan.others:
         plan.notes.append(
-            f"These entries are not converted: {list_some(others, 12)}. They are "
+            f"These entries are not converted: {list_some(plan.others, 12)}. They are "
             "copied from the original on the way back. If one is a schedule, pass an "
             "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
         )
@@ -434,7 +435,6 @@ def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     """Replace a checkpoint's values by those of a run, and return notes."""
     source, sections = plan.source, plan.sections
-    others = [*list_others(source.tree, sections)]
     settings, notes = run.description["settings"], []
     old = new = 0  # steps
     _fill_model(plan, run.weights)
@@ -462,7 +462,7 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     if moved:
         changes = ", ".join(moved.values())
         notes.append(f"Changed to match the optimizer's step: {changes}.")
-    stale = [name for name in others if name not in moved]
+    stale = [name for name in plan.others if name not in moved]
     # These files hold random states and data positions.
     stale += [n for n in source.others or () if n.endswith((".pkl", ".pth"))]
     if stale and old != new:

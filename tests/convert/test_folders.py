@@ -329,18 +329,3 @@ def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
     (source / name).unlink()
     (source / name).symlink_to("real")
     load_torch(source, Small(), names=NAMES)
-
-
-@pytest.mark.parametrize(
-    ("history", "message"),
-    [
-        (" " * 2**24, "longer than 16,777,216 bytes"),
-        ("[" * 100_000, "trainer_state.json cannot be read"),
-    ],
-    ids=["bytes", "depth"],
-)
-def test_huge_trainer_state_is_refused(tmp_path, history, message):
-    source = trainer_folder(tmp_path / "in")
-    (source / "trainer_state.json").write_text(f'{{"log_history": [{history}]}}')
-    with pytest.raises(ValueError, match=message):
-        load_torch(source, Small(), names=NAMES)
