@@ -76,7 +76,9 @@ def match_type(value: Any, old: Any) -> Any:
         if not isinstance(value, mx.array):
             value = mx.array(value).reshape(old.shape)
         # MLX supports float64 only on the CPU.
-        return old.replace(value.astype(getattr(mx, old.dtype), stream=mx.cpu))
+        value = value.astype(getattr(mx, old.dtype), stream=mx.cpu)
+        mx.eval(value)  # a lazy array would be tied to this thread
+        return old.replace(value)
     is_whole = type(old) is int and float(value).is_integer()
     is_kept = isinstance(old, (bool, float, tuple))
     return type(old)(value) if is_whole or is_kept else value
