@@ -51,11 +51,12 @@ class Group:
             raise ValueError(f"the moments of parameter {index} differ in shape")
         return shapes[0] if shapes else None
 
-    def moments(self, index: Index) -> Iterator[Row]:
-        """Yield the rows that map a parameter's slots to the flat MLX state."""
-        for slot, ours in self.spec.slots.items():
-            names = [f"{self.prefix}{name}.{ours}" for name in self.rows[index].mlx]
-            yield replace(self.rows[index], torch=slot, mlx=tuple(names))
+    def moments(self) -> Iterator[tuple[Index, Row]]:
+        """Yield the rows that map the parameters' slots to the flat MLX state."""
+        for index, row in self.rows.items():
+            for slot, ours in self.spec.slots.items():
+                names = tuple(f"{self.prefix}{name}.{ours}" for name in row.mlx)
+                yield index, replace(row, torch=slot, mlx=names)
 
     def write(self) -> None:
         """Write the settings, and slots that are new, into the state dict."""

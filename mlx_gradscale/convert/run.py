@@ -248,7 +248,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
     rows = [row for name, row in plan.table.rows.items() if name == row.torch]
     tensors = [plan.tensors[row.torch] for row in rows]
     for group in plan.groups:
-        for index, row in [(i, row) for i in group.rows for row in group.moments(i)]:
+        for index, row in group.moments():
             if group.slots[index].get(row.torch) is not None:
                 rows.append(row)
                 tensors.append(group.slots[index][row.torch])
@@ -276,24 +276,33 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
         flat = tree_flatten(inner.state)
         inner.state = tree_unflatten([(k, arrays.get(k, x)) for k, x in flat])
     if isinstance(optimizer, MasterWeightOptimizer):
-        # The weights are cast to the model's dtypes, and are the master weights.
-        masters = tree_map(to_float32, model.trainable_parameters())
-        cast = {name: x.astype(dtypes[name]) for name, x in weights.items()}
-        finite = {
-            name: mx.isfinite(x) == mx.isfinite(weights[name])
-            for name, x in cast.items()
-        }
-        infinite = [name for name, x in finite.items() if not mx.all(x).item()]
-        if infinite:
-            raise ConvertError(
-                f"These weights overflow in the model's dtype: {list_some(infinite)}. "
-                "Keep their layers in float32."
-            )
-        model.load_weights([*cast.items()], strict=False)
-        optimizer.init(model.trainable_parameters())
-        optimizer.set_masters(model.trainable_parameters(), masters)
+        _round_weights(model, weights, dtypes, optimizer)
     # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
+
+
+def _round_weights(
+    model: nn.Module,
+    weights: Mapping[str, mx.array],
+    dtypes: Mapping[str, mx.Dtype],
+    optimizer: MasterWeightOptimizer,
+) -> None:
+    """Cast a model's weights, and make the unrounded ones its master weights."""
+    masters = tree_map(to_float32, model.trainable_parameters())
+    cast = {name: x.astype(dtypes[name]) for name, x in weights.items()}
+    infinite = [
+        name
+        for name, x in cast.items()
+        if mx.any(mx.isfinite(x) != mx.isfinite(weights[name])).item()
+    ]
+    if infinite:
+        raise ConvertError(
+            f"These weights overflow in the model's dtype: {list_some(infinite)}. Keep "
+            "their layers in float32."
+        )
+    model.load_weights([*cast.items()], strict=False)
+    optimizer.init(model.trainable_parameters())
+    optimizer.set_masters(model.trainable_parameters(), masters)
 
 
 def build_optimizer(
