@@ -116,39 +116,45 @@ def find_names(
     tensors, if it is PyTorch's (``is_ordered``), and from shapes. Where several names
     are possible, an error asks for them.
     """
-    indices = [index for group in groups for index in group.slots]
     # The group and the shape of each parameter.
     places = [(at, x.shape(i)) for at, x in enumerate(groups) for i in x.slots]
-    given: Collection[str] | None = options.names
+    given = _saved_names(groups) if options.names is None else options.names
     if given is None:
-        saved: list[str] | None
-        saved = [x for group in groups for x in group.settings.get("param_names", ())]
-        # FullyShardedDataParallel and torch.distributed use names as indices.
-        is_named = indices and all(isinstance(x, str) for x in indices)
-        saved = saved if len(saved) == len(indices) else None
-        given = [*map(str, indices)] if is_named else saved
-    if given is None:
-        # Each tied tensor counts once. Integers are buffers.
-        unique: dict[int, str] = {}
-        for name, x in tensors.items():
-            if name.rpartition(".")[2] not in _BUFFERS and "float" in str(x.dtype):
-                unique.setdefault(id(x), rows[name].torch if name in rows else name)
-        names = [*unique.values()]
+        names = _list_parameters(tensors, rows)
     else:
-        names, is_ordered = _match(given, tensors, rows, options, len(indices)), True
+        names, is_ordered = _match(given, tensors, rows, options, len(places)), True
     shapes = [tuple(tensors[name].shape) for name in names]
     is_known = given is not None or (is_ordered and len(groups) == 1)
-    is_fit = len(shapes) == len(places) and all(
+    is_match = len(shapes) == len(places) and all(
         x in (None, shape) for (_, x), shape in zip(places, shapes, strict=True)
     )
-    if not is_known or not is_fit:
+    if not is_known or not is_match:
         # Transformers' Trainer splits the parameters into groups by weight decay.
         names = [names[at] for at in _deal(shapes, places, is_ordered)]
     elif options.names and len({*places}) > len({shape for _, shape in places}):
         return names, [GIVEN_IN_ORDER]
-    has_moments = any(shape for _, shape in places)
-    is_doubtful = given is None and has_moments
+    is_doubtful = given is None and any(shape for _, shape in places)
     return names, _describe_doubt(names, tensors, places) if is_doubtful else []
+
+
+def _saved_names(groups: Sequence[Group]) -> list[str] | None:
+    """Return the names of the parameters that the optimizer saved, if it did."""
+    indices = [index for group in groups for index in group.slots]
+    # FullyShardedDataParallel and torch.distributed use names as indices.
+    if indices and all(isinstance(index, str) for index in indices):
+        return [*map(str, indices)]
+    names = [x for group in groups for x in group.settings.get("param_names", ())]
+    return names if len(names) == len(indices) else None
+
+
+def _list_parameters(tensors: Mapping[str, Any], rows: Mapping[str, Row]) -> list[str]:
+    """Return the names of a state dict's parameters in its order."""
+    unique: dict[int, str] = {}  # each tied tensor counts once
+    for name, x in tensors.items():
+        # Integers are buffers.
+        if name.rpartition(".")[2] not in _BUFFERS and "float" in str(x.dtype):
+            unique.setdefault(id(x), rows[name].torch if name in rows else name)
+    return [*unique.values()]
 
 
 def _match(
