@@ -30,18 +30,12 @@ _Python: Any = pickle._Unpickler
 
 
 class Unpickler(_Python):  # type: ignore[misc]
-    """Read the pickles of a file.
-
-    Attributes:
-        storages (dict): The storages that the pickles name, by key. Their place in the
-            file is for the caller to find.
-        tensors (dict): The tensors, as keys and values.
-    """
+    """Read the pickles of a file, which do not say where its storages are."""
 
     def __init__(self, stream: BytesIO) -> None:
         super().__init__(stream, encoding="utf-8")
-        self.storages: dict[str, Storage] = {}
-        self.tensors: dict[Tensor, Tensor] = {}
+        self.storages: dict[str, Storage] = {}  # by key
+        self.tensors: dict[Tensor, Tensor] = {}  # equal ones are the same object
         self._work, self._names = 0, dict[tuple[str, str], Placeholder]()
 
     def load(self) -> Any:
@@ -127,7 +121,7 @@ class Unpickler(_Python):  # type: ignore[misc]
         if path in _BUILDERS:
             self.append(_BUILDERS[path](self, *args))
         elif path in CONSTRUCTORS:
-            self.append(self.construct(path, args))
+            self.push(path, *args)
         elif path == "builtins.getattr" and [*map(type, args)] == [Placeholder, str]:
             # Protocol 2 refers to nested classes this way.
             self.append(self.find_class(args[0].module, f"{args[0].name}.{args[1]}"))
@@ -181,9 +175,8 @@ class Unpickler(_Python):  # type: ignore[misc]
             "the tensor is lazily conjugated or negated",
             "Call .resolve_conj() and .resolve_neg() in PyTorch and save again.",
         )
-        is_sound = type(shape) is type(strides) is tuple
-        is_sound = is_sound and len(shape) == len(strides) <= 32
         numbers = (offset, *shape, *strides)
+        is_sound = type(shape) is type(strides) is tuple and len(shape) <= 32
         is_sound = is_sound and {*map(type, numbers)} == {int} and min(numbers) >= 0
         is_sound = is_sound and max(numbers) < 2**63 and max((0, *shape)) <= MAX_DIM
         check(is_sound, "the offset, shape or strides of a tensor are invalid")
@@ -191,18 +184,14 @@ class Unpickler(_Python):  # type: ignore[misc]
         last = offset + sum((n - 1) * by for n, by in zip(shape, strides, strict=True))
         problem = f"a tensor reaches outside its storage of {room} elements"
         check(0 in shape or last < room, problem)
-        view = storage, dtype, offset, shape, strides
-        return self._unique(Tensor(*view, bool(requires_grad)))
+        new = Tensor(storage, dtype, offset, shape, strides, bool(requires_grad))
+        return self.tensors.setdefault(new, new)
 
     def rebuild_parameter(self, data: Tensor, requires_grad: bool, *_: Any) -> Tensor:
         """Return a tensor as a ``torch.nn.Parameter``, without Python attributes."""
         check(type(data) is Tensor, "a parameter has no tensor")
-        grad = bool(requires_grad)
-        return self._unique(replace(data, requires_grad=grad, is_parameter=True))
-
-    def _unique(self, tensor: Tensor) -> Tensor:
-        """Return the same object for equal views, so that tied tensors are one."""
-        return self.tensors.setdefault(tensor, tensor)
+        new = replace(data, requires_grad=bool(requires_grad), is_parameter=True)
+        return self.tensors.setdefault(new, new)
 
     def rebuild_from_type(
         self, function: Placeholder, kind: Placeholder, args: tuple[Any, ...], *_: Any
@@ -231,9 +220,9 @@ class Unpickler(_Python):  # type: ignore[misc]
             check_key(member)
         return function(*args)
 
-    def push(self, value: Any) -> None:
-        """Push a value. Unlike ``append``, it is looked up after marks are popped."""
-        self.stack.append(value)
+    def push(self, path: str, *args: Any) -> None:
+        """Push an object of a plain type."""
+        self.append(self.construct(path, args))
 
     def load_bytearray8(self) -> None:
         """Read before allocating, unlike Python."""
@@ -277,35 +266,27 @@ CONSTRUCTORS: dict[str, tuple[Any, ...]] = {
     "builtins.set": (set, [], [list]),
     "builtins.frozenset": (frozenset, [], [list]),
 }
-_Action = Callable[[Unpickler], None]
-# Instructions that Python's unpickler may carry out.
-_KEPT = {
-    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
-    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("BINSTRING", "SHORT_BINSTRING"),  # Python 2's str
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    *("EMPTY_LIST", "EMPTY_DICT"),
-    *("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
-    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
-    *("GLOBAL", "STACK_GLOBAL", "BINPERSID"),
+# Instructions that are neither written by torch.save nor safe in Python's unpickler.
+_REFUSED = {
+    *("EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEWOBJ_EX", "PERSID"),
+    *("DICT", "NEXT_BUFFER", "READONLY_BUFFER"),
 }
-_OWN: dict[str, _Action] = {
-    "BYTEARRAY8": Unpickler.load_bytearray8,
-    "EMPTY_SET": lambda u: u.push(u.construct("builtins.set", ())),
-    "FROZENSET": lambda u: u.push(u.construct("builtins.frozenset", (u.pop_mark(),))),
-    "APPEND": lambda u: u.edit(b"a", [u.stack.pop()]),
-    "APPENDS": lambda u: u.edit(b"e", u.pop_mark()),
-    "SETITEM": lambda u: u.edit(b"s", [u.stack.pop(), u.stack.pop()][::-1]),
-    "SETITEMS": lambda u: u.edit(b"u", u.pop_mark()),
-    "ADDITEMS": lambda u: u.edit(b"\x90", u.pop_mark()),
-    "BUILD": lambda u: u.edit(b"b", [u.stack.pop()]),
-    "REDUCE": lambda u: u.call(b"R"),
-    "NEWOBJ": lambda u: u.call(b"\x81"),
+_CODES = {op.name: ord(op.code) for op in pickletools.opcodes if op.proto <= 5}
+_ACTIONS: dict[int, Callable[[Unpickler], None]] = {
+    code: _Python.dispatch[code]
+    for name, code in _CODES.items()
+    if name not in _REFUSED
 }
-_CODES = {op.name: ord(op.code) for op in pickletools.opcodes}
-_ACTIONS: dict[int, _Action] = {
-    _CODES[name]: _Python.dispatch[_CODES[name]] for name in _KEPT
+_ACTIONS |= {
+    _CODES["BYTEARRAY8"]: Unpickler.load_bytearray8,
+    _CODES["EMPTY_SET"]: lambda u: u.push("builtins.set"),
+    _CODES["FROZENSET"]: lambda u: u.push("builtins.frozenset", u.pop_mark()),
+    _CODES["APPEND"]: lambda u: u.edit(b"a", [u.stack.pop()]),
+    _CODES["APPENDS"]: lambda u: u.edit(b"e", u.pop_mark()),
+    _CODES["SETITEM"]: lambda u: u.edit(b"s", [u.stack.pop(), u.stack.pop()][::-1]),
+    _CODES["SETITEMS"]: lambda u: u.edit(b"u", u.pop_mark()),
+    _CODES["ADDITEMS"]: lambda u: u.edit(b"\x90", u.pop_mark()),
+    _CODES["BUILD"]: lambda u: u.edit(b"b", [u.stack.pop()]),
+    _CODES["REDUCE"]: lambda u: u.call(b"R"),
+    _CODES["NEWOBJ"]: lambda u: u.call(b"\x81"),
 }
-_ACTIONS |= {_CODES[name]: action for name, action in _OWN.items()}
