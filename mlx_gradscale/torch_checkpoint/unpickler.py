@@ -20,11 +20,9 @@ from .tree import DICTS, check_key
 
 MAX_PICKLE = 2**26
 # The number of instructions, and of values (or 64 characters) that constructors copy,
-# because a pickle may copy a memoized value thousands of times. Each takes at most
-# about 150 bytes of memory. PyTorch writes about 35 instructions for each tensor.
+# because a pickle may copy a memoized value thousands of times. PyTorch writes up to 35
+# instructions for each tensor.
 MAX_WORK = 4_000_000
-# A set, or a new name, takes as much memory as this many instructions.
-_OBJECT = 3
 UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 _Python: Any = pickle._Unpickler
 
@@ -48,10 +46,10 @@ class Unpickler(_Python):  # type: ignore[misc]
         self.metastack, self.stack = list[Any](), list[Any]()
         self.append, self.proto = self.stack.append, 0
         try:
-            while self._work < MAX_WORK:
-                self._work += 1
-                _ACTIONS[self.read(1)[0]](self)
-            self._spend(1)
+            while True:
+                code = self.read(1)[0]
+                self._spend(_COSTS[code])
+                _ACTIONS[code](self)
         except pickle._Stop as stop:  # type: ignore
             return stop.value
         except Exception as error:  # Python's unpickler raises ten different types
@@ -68,18 +66,16 @@ class Unpickler(_Python):  # type: ignore[misc]
 
     def _spend(self, work: int) -> None:
         self._work += work
-        check(
-            self._work <= MAX_WORK,
-            f"the file has more than {MAX_WORK:,} pickle instructions, or copies as "
-            "many values",
-            "Split it in PyTorch.",
-        )
+        if self._work > MAX_WORK:
+            raise CheckpointError(
+                f"the file has more than {MAX_WORK:,} pickle instructions, or copies "
+                "as many values. Split it in PyTorch."
+            )
 
     def find_class(self, module: str, name: str) -> Placeholder:
         """Return the placeholder for a name, the same object for equal names."""
         key = module, name
         if key not in self._names:
-            self._spend(_OBJECT)
             self._names[key] = Placeholder(module, name)
         return self._names[key]
 
@@ -213,9 +209,7 @@ class Unpickler(_Python):  # type: ignore[misc]
         is_known = [*map(type, args[:3])] in signatures
         check(is_known, f"the pickle calls {path} with invalid arguments")
         copied = args[0] if args and type(args[0]) is not float else ()
-        self._spend(
-            _OBJECT + len(copied) // (64 if type(copied) in (str, bytes) else 1)
-        )
+        self._spend(len(copied) // (64 if type(copied) in (str, bytes) else 1))
         for member in copied if function in (set, frozenset) else ():
             check_key(member)
         return function(*args)
@@ -290,3 +284,7 @@ _ACTIONS |= {
     _CODES["REDUCE"]: lambda u: u.call(b"R"),
     _CODES["NEWOBJ"]: lambda u: u.call(b"\x81"),
 }
+# Each unit of work takes at most about 180 bytes of memory.
+_COSTS = dict.fromkeys(_ACTIONS, 1)
+_COSTS |= {_CODES[x]: 2 for x in ("EMPTY_LIST", "EMPTY_DICT", "REDUCE", "NEWOBJ")}
+_COSTS |= {_CODES[x]: 4 for x in ("EMPTY_SET", "FROZENSET", "GLOBAL", "STACK_GLOBAL")}
