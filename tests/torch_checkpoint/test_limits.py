@@ -111,10 +111,11 @@ def test_pickles_of_too_many_instructions_are_refused_in_bounded_memory(tmp_path
 
 def test_pickle_of_the_full_size_takes_less_than_1_gib(tmp_path):
     path = tmp_path / "a.pt"
-    # The most memory: wide text, and the most costly instruction, within both bounds.
-    wide = text("x" * (unpickler.MAX_PICKLE - 6_000_000) + "\U0001f600")
-    states = name("x", "Y") + b")R" + b"Nb" * ((unpickler.MAX_WORK - 20) // 2)
-    path.write_bytes(pickled(b"(" + wide + states + b"t"))
+    # The most memory: wide text, and the most costly instructions, within both bounds.
+    count = unpickler.MAX_WORK // 4 - 10
+    wide = text("x" * (unpickler.MAX_PICKLE - 5 * count - 200) + "\U0001f600")
+    start = name("x", "Y") + b"q\x00)q\x01"
+    path.write_bytes(pickled(b"(" + wide + start + b"h\x00h\x01\x81" * count + b"t"))
     ((said, grown),) = measure(unpickler.MAX_WORK, [path]).values()
     assert said == "loaded"
     assert grown < 2**10
