@@ -48,15 +48,16 @@ class Unpickler(_Python):  # type: ignore[misc]
         try:
             while True:
                 code = self.read(1)[0]
-                self._spend(_COSTS[code])
+                self._work += _COSTS[code]
+                if self._work > MAX_WORK:
+                    self._spend(0)
                 _ACTIONS[code](self)
         except pickle._Stop as stop:  # type: ignore
             return stop.value
         except Exception as error:  # Python's unpickler raises ten different types
             problem = str(error)
             if type(error) is KeyError:
-                code = bytes([error.args[0]])
-                problem = f"{code!a} is not an instruction of checkpoints."
+                problem = f"{bytes([code])!a} is not an instruction of checkpoints."
             elif not isinstance(error, CheckpointError):
                 problem = f"the pickle is damaged or cut off ({error}). Copy the file."
             # The last string on the stack is usually the key of a bad value.
@@ -195,14 +196,14 @@ class Unpickler(_Python):  # type: ignore[misc]
     ) -> Any:
         """Return a tensor without its Python attributes."""
         check(
-            function.path in _TENSORS and kind.path in _TENSOR_CLASSES,
+            function.path in _BUILDERS and kind.path in _TENSOR_CLASSES,
             f"a tensor has the unknown class {kind.path!a}",
             "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, "
             "and save it on rank 0: torch.distributed.checkpoint.state_dict."
             "get_state_dict(model, optimizer, options=StateDictOptions("
             "full_state_dict=True, cpu_offload=True)).",
         )
-        return _TENSORS[function.path](self, *args)
+        return _BUILDERS[function.path](self, *args)
 
     def construct(self, path: str, args: tuple[Any, ...]) -> Any:
         """Return an object of a plain type; what its constructor copies is work."""
@@ -224,20 +225,18 @@ class Unpickler(_Python):  # type: ignore[misc]
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
 
-_TENSORS: dict[str, Callable[..., Any]] = {
+_BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": Unpickler.rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": Unpickler.rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": Unpickler.rebuild_tensor,
     "torch._utils._rebuild_parameter": Unpickler.rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": Unpickler.rebuild_parameter,
-}
-_TENSOR_CLASSES = {"torch.Tensor"} | {
-    f"torch.nn.parameter.{name}" for name in ("Parameter", "Buffer")
-}
-_BUILDERS = _TENSORS | {
     # The module was renamed in PyTorch 1.9.
     "torch._tensor._rebuild_from_type_v2": Unpickler.rebuild_from_type,
     "torch.tensor._rebuild_from_type_v2": Unpickler.rebuild_from_type,
+}
+_TENSOR_CLASSES = {"torch.Tensor"} | {
+    f"torch.nn.parameter.{name}" for name in ("Parameter", "Buffer")
 }
 
 
