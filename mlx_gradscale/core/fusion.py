@@ -23,7 +23,7 @@ differently, these tests show it, and only this file has to change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import repeat
 
 import mlx.core as mx
@@ -56,6 +56,18 @@ def select(
     return mx.where(applied, new, old)
 
 
+def select_in_tree(
+    applied: mx.array, new: mx.array, old: mx.array, others: Sequence[mx.array]
+) -> mx.array:
+    """Return what ``select`` returns, with its branches in a balanced tree.
+
+    The n-th of ``others`` is log(n) deep instead of n, so the list can be long. The
+    walk meets them in the same order.
+    """
+    never = [x.astype(old.dtype) for x in reversed(others)]
+    return join(partial(mx.where, applied), [new, *never, old])
+
+
 def root_of(changed: dict[str, mx.array]) -> dict[str, mx.array]:
     """Return the same 0-d arrays, with all but one as inputs of the last.
 
@@ -73,14 +85,19 @@ def end_kernel(x: mx.array) -> mx.array:
     return mx.contiguous(x, allow_col_major=True)
 
 
-def separate_cast(x: mx.array) -> mx.array:
-    """Cast a half-precision array to float32, apart from other casts of the array.
+def separate(x: mx.array) -> mx.array:
+    """Return an alias of a half-precision array, to cast it apart from other casts.
 
-    ``mx.compile`` merges equal nodes. If the check and the update shared a cast, it
-    would have two consumers in two kernels and become a float32 copy of a gradient.
+    ``mx.compile`` merges equal nodes. If two kernels shared a cast, such as the check
+    and the update that of a gradient, it would become a float32 copy in memory.
     """
+    return x.view(mx.uint16).view(x.dtype)
+
+
+def separate_cast(x: mx.array) -> mx.array:
+    """Cast an array to float32, apart from other casts of the array."""
     is_half = x.dtype in (mx.float16, mx.bfloat16)
-    return (x.view(mx.uint16).view(x.dtype) if is_half else x).astype(mx.float32)
+    return (separate(x) if is_half else x).astype(mx.float32)
 
 
 def join(operation: Join, values: list[mx.array]) -> mx.array:

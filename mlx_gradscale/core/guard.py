@@ -154,13 +154,17 @@ def update_parameter(
     encoded = storage.encode(optimizer, parameter.shape, updated, dither)
     selected = {}
     for name, x in old.items():
-        _check_shape(repr(name), x, encoded[name])
+        _check_shape(repr(name), x, encoded.moments[name])
         # An unused moment, as in SGD without momentum, needs no select. Third-party
         # optimizers may modify arrays in place, so their moments are all selected.
         if x.size and not (updated[name] is given[name] and is_builtin(optimizer)):
-            selected[name] = mx.where(applied, encoded[name], x)
-    in_kernel = [x for x in selected.values() if x.shape == parameter.shape]
-    result = Result(to_float32(new), master, parameter, stored, gradient, in_kernel)
+            selected[name] = mx.where(applied, encoded.moments[name], x)
+    before, after = (
+        [x for x in arrays if isinstance(x, mx.array) and x.shape == parameter.shape]
+        for arrays in (given.values(), selected.values())
+    )
+    steps = gradient, before, encoded.intermediate, after
+    result = Result(optimizer, to_float32(new), master, parameter, stored, *steps)
     weight, stored = storage.select(applied, result, dither)
     return weight, stored, list((old | selected).values())
 
