@@ -41,7 +41,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-from mlx.optimizers import SGD, Adam, AdamW, Optimizer
+from mlx.optimizers import SGD, AdaDelta, Adam, AdamW, Optimizer
 
 from . import fusion
 from .masters import (
@@ -89,8 +89,8 @@ class EightBit(SixteenBit):
     ) -> tuple[mx.array, Stored]:
         """Select a weight, with the remainder of its master weight if it has one."""
         new, weight = result.new, result.parameter
-        # The codes of m are computed from the new v.
-        others = [result.gradient, *result.decoded, *result.encoding]
+        # Old and new codes of m depend on v.
+        others = [result.gradient, *reversed(result.decoded), *result.encoding]
         others += reversed(result.moments)
         if not result.stored:
             new = new.astype(weight.dtype)
@@ -148,10 +148,11 @@ def _fits_one_kernel(optimizer: Optimizer, weight: mx.array) -> bool:
     Otherwise, it is one kernel for the moments and the new master weight, and one that
     rounds it, which moves 11 more bytes per parameter.
     """
-    # The ulp of a float16 weight takes three more constants, and the gradient of SGD
-    # with weight decay depends on the master weight.
+    # The ulp of a float16 weight takes three more constants, and bias correction two.
+    # With weight decay, the gradient of SGD depends on the master weight.
     is_corrected = getattr(optimizer, "bias_correction", False)
-    return weight.dtype == mx.bfloat16 and not (is_corrected or type(optimizer) is SGD)
+    is_larger = is_corrected or type(optimizer) in (SGD, AdaDelta)
+    return weight.dtype == mx.bfloat16 and not is_larger
 
 
 def round_master(
@@ -216,4 +217,4 @@ def decode(codes: Moments, eps: float) -> Stored:
     """Return Adam's moments from their codes."""
     root = mx.square(mx.expm1(codes["v"].astype(mx.float32) / _T)) * eps
     y = mx.sinh(codes["m"].astype(mx.float32) / _T) / _T
-    return {"v": mx.square(root), "m": y * (root + eps)}
+    return {"m": y * (root + eps), "v": mx.square(root)}

@@ -23,7 +23,7 @@ differently, these tests show it, and only this file has to change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from itertools import repeat
 
 import mlx.core as mx
@@ -61,11 +61,18 @@ def select_in_tree(
 ) -> mx.array:
     """Return what ``select`` returns, with its branches in a balanced tree.
 
-    The n-th of ``others`` is log(n) deep instead of n, so the list can be long. The
-    walk meets them in the same order.
+    The walk meets ``others`` in the same order, but the n-th of them is log(n) deep
+    instead of n, so there can be many.
     """
+
+    def tree(values: list[mx.array]) -> mx.array:
+        if len(values) == 1:
+            return values[0]
+        half = len(values) // 2  # the larger half is the one met later
+        return mx.where(applied, tree(values[:half]), tree(values[half:]))
+
     never = [x.astype(old.dtype) for x in reversed(others)]
-    return join(partial(mx.where, applied), [new, *never, old])
+    return tree([new, *never, old])
 
 
 def root_of(changed: dict[str, mx.array]) -> dict[str, mx.array]:
