@@ -16,10 +16,8 @@ QUESTIONS = (
     "optimizer_phase",
     "bytes_and_kernels",
     "peak_memory",
-    "first_step",
-    "eager_step",
+    "recomputation",
     "pytorch",
-    "checkpoints",
 )
 
 
