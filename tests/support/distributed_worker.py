@@ -42,6 +42,7 @@ def data_parallel(group):
         optim.AdamW(1e-2),
         GradScaler(**SCALER),
         max_grad_norm=1.0,
+        state_bits=32 if group.size() == 2 else 8,
         group=group,
         average=True,
     )
