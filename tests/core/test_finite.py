@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.helpers import BAD_VALUES, INF, NAN
 
-from mlx_gradscale import NonFinite, all_finite, nonfinite
+from mlx_gradscale import all_finite
 from mlx_gradscale.core.finite import all_finite_times, arrays, global_norm
+from mlx_gradscale.diagnostics.nonfinite_leaves import NonFinite, nonfinite
 
 HALVES = [mx.float16, mx.bfloat16]
 FLOATS = [*HALVES, mx.float32]
@@ -164,7 +165,6 @@ def test_nonfinite_reports_paths_and_counts():
     }
     half = NonFinite("layers.0.w", (2, 2), mx.float16, 1, 1, 1)
     assert nonfinite(tree) == [half, NonFinite("z", (3,), mx.complex64, 2, 1, 1)]
-    assert [record.count for record in nonfinite(tree)] == [3, 4]
 
 
 @pytest.mark.parametrize(

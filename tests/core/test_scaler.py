@@ -264,14 +264,6 @@ WRONG = {
         lambda s, m: s.value_and_grad(m, mse(m), cast_inputs=False),
         "require compute_dtype",
     ),
-    "a scaled loss": (
-        lambda s, m: s.value_and_grad(m, s.scale_loss(mse(m))),
-        "scaled twice",
-    ),
-    "a scaled loss of another": (
-        lambda s, m: wrapped().scale_loss(s.scale_loss(mse(m)), m),
-        "scaled twice",
-    ),
     "a dict for the model": (lambda s, m: s.step(optim.SGD(0.1), {}, {}), r"nn\.Mod"),
     "a dict for the wrapper's model": (
         lambda s, m: wrapped().update({}, m),
