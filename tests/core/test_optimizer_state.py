@@ -179,18 +179,6 @@ def test_emptied_state_can_be_restored_and_resumes(empty, form, compiled):
     assert found[0] == found[1]
 
 
-def test_wrapper_with_a_disabled_scaler_loads_no_state_of_a_scaler():
-    weights, scaler = {"w": mx.ones(1)}, GradScaler(enabled=False)
-    saved = wrapped(optim.SGD(0.1))
-    optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler)
-    saved.apply_gradients({"w": mx.array([INF])}, weights)
-    assert not saved.scaler.last_step_applied.item()
-    optimizer.init(weights)
-    optimizer.state = dict(tree_flatten(saved.state))
-    optimizer.apply_gradients(weights, weights)
-    assert scaler.last_step_applied.item()
-
-
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_state_that_was_loaded_before_init_is_replaced_by_the_next(is_emptied):
     weights = {"w": mx.ones(2, mx.float16)}
