@@ -148,38 +148,6 @@ class Backward:
             check_loss(loss, scale, self.is_dynamic, self.warn_once)
 
 
-class _Outside:
-    """What the outside of a loss function from ``scale_loss`` gets from the inside.
-
-    Only the loss has a gradient with respect to the originals, the arrays that the
-    function is given. Whatever else is differentiated raises there and then.
-    """
-
-    def __init__(self, originals: list[mx.array]):
-        self._originals = originals
-        # An array that depends on the originals, though it is computed from nothing.
-        self._token = _no_gradient(lambda _: mx.array(0.0))(originals)
-
-    def value(self, x: mx.array) -> mx.array:
-        """Return an array that raises if it is differentiated."""
-        if not is_floating(x):
-            return x
-        value: mx.array = _no_gradient(lambda x, _: x)(x, self._token)
-        return value
-
-    def loss(self, loss: mx.array, scaled: list[mx.array], scale: mx.array) -> mx.array:
-        """Return the loss with these gradients, unscaled, for the originals."""
-
-        def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
-            inverse = each_use(cotangent / scale)
-            return cotangent, list(map(self.value, map(unscale_array, scaled, inverse)))
-
-        identity: Any = mx.custom_function(lambda loss, originals: loss)
-        identity.vjp(vjp)
-        outer: mx.array = identity(loss, self._originals)
-        return outer
-
-
 def _no_gradient(function: Callable[..., Any]) -> Any:
     """Return a function that raises if somebody differentiates it."""
 
@@ -195,6 +163,42 @@ def _no_gradient(function: Callable[..., Any]) -> Any:
     custom = mx.custom_function(function)
     custom.vjp(vjp)
     return custom
+
+
+# An array that depends on others, though it is computed from nothing.
+_token = _no_gradient(lambda arrays: mx.array(0.0))
+# The first array, as one that depends on the second, a token.
+_value = _no_gradient(lambda x, token: x)
+
+
+class _Outside:
+    """What the outside of a loss function from ``scale_loss`` gets from the inside.
+
+    Only the loss has a gradient with respect to the originals, the arrays that the
+    function is given. Whatever else is differentiated raises there and then.
+    """
+
+    def __init__(self, originals: list[mx.array]):
+        self._originals = originals
+        self._token = _token(originals)
+
+    def value(self, x: mx.array) -> mx.array:
+        """Return an array that raises if it is differentiated."""
+        is_differentiable = self._originals and is_floating(x)
+        value: mx.array = _value(x, self._token) if is_differentiable else x
+        return value
+
+    def loss(self, loss: mx.array, scaled: list[mx.array], scale: mx.array) -> mx.array:
+        """Return the loss with these gradients, unscaled, for the originals."""
+
+        def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
+            inverse = each_use(cotangent / scale)
+            return cotangent, list(map(self.value, map(unscale_array, scaled, inverse)))
+
+        identity: Any = mx.custom_function(lambda loss, originals: loss)
+        identity.vjp(vjp)
+        outer: mx.array = identity(loss, self._originals)
+        return outer
 
 
 class _Answer(threading.local):

@@ -380,21 +380,9 @@ class LossScaleOptimizer(MasterWeightOptimizer):
     Args:
         optimizer (Optimizer): As in :class:`MasterWeightOptimizer`.
         scaler (GradScaler, optional): The loss scaler. Default: a new ``GradScaler``.
-        max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
-            to this value; ``float("inf")`` only computes :attr:`grad_norm`.
-            Default: ``None``.
-        state_bits (int): How to store master weights and moments: in float32 (32), as
-            rounding errors and bfloat16 moments (16), or as 8-bit rounding errors and,
-            for ``Adam`` and ``AdamW``, 8-bit moments (8). With AdamW, a half-precision
-            parameter takes 14, 8 or 5 bytes, weight included; 16 and 8 are slower on
-            CPUs. Only for optimizers from ``mlx.optimizers``. Default: ``32``.
-        group (mx.distributed.Group, optional): The ranks that train together. Either
-            all of them apply a step or none does. Default: the group of ``scaler``.
-        average (bool): Average the gradients, except shards, over the group in float32.
-            Default: ``False``.
-        sharded (Callable or bool, optional): Which gradients are shards: a function of
-            path and array, or a bool for all of them. Other gradients must be equal on
-            all ranks once averaged, and count once in the norm. Default: ``None``.
+        max_grad_norm, state_bits, group, average, sharded: As in
+            :class:`MasterWeightOptimizer`. The default of ``group`` is that of
+            ``scaler``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim

@@ -292,3 +292,11 @@ def test_penalty_on_gradients_from_value_and_grad_is_correct():
         found.append(mx.grad(penalty)(weights))
         model.update(weights)
     assert_near(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_not_multiplied_by_the_scale():
+    model, scaler = Mlp(), GradScaler(2.0**64)
+    fn = scaler.value_and_grad(model, lambda x: 2.0**100 + 0 * mx.sum(model(x)))
+    loss, grads = fn(batch()[0])
+    assert loss.item() == 2.0**100  # times the scale it would be inf
+    assert all(mx.all(g == 0).item() for _, g in tree_flatten(grads))

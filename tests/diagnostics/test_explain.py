@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from support.helpers import NAN, model_state
 
-from mlx_gradscale import GradScaler, float32_layers
+from mlx_gradscale import float32_layers
 from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
@@ -204,8 +204,3 @@ def test_explain_overflow_restores_the_model_after_an_error(dtype):
     with pytest.raises(KeyError, match="no such column"):
         explain_overflow(model, loss_fn, model, mx.ones((4, 8)), compute_dtype=dtype)
     assert model_state(model) == before
-
-
-def test_explain_overflow_refuses_a_scale_loss_function():
-    with pytest.raises(TypeError, match="Pass the original function"):
-        explain(Net(), loss_fn=GradScaler().scale_loss(mean_square))

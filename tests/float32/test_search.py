@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from support.helpers import model_state
 
-from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
+from mlx_gradscale import find_float32_layers, float32_layers
 from mlx_gradscale.float32 import search
 from mlx_gradscale.float32.check import check
 from mlx_gradscale.float32.trial import Trial
@@ -268,7 +268,6 @@ def test_search_gives_the_reason_if_no_layers_help(name, tmp_path):
     assert str(found).startswith("Computing layers in float32 does not help.")
 
 
-SCALED = GradScaler().scale_loss(mx.sum)
 MISUSE = {
     "no batches": (make, [], {}, ValueError, "batches is empty"),
     "an array": (make, X, {}, TypeError, "batches must be a list"),
@@ -278,7 +277,6 @@ MISUSE = {
     "frozen": (lambda: (make()[0].freeze(), mx.sum), [X], {}, ValueError, "Unfreeze"),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
     "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "Expected the loss function"),
-    "scaled": (lambda: (make()[0], SCALED), [X], {}, TypeError, "by scale_loss"),
 }
 
 
