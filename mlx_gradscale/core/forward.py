@@ -2,8 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
+from itertools import chain, repeat
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -12,8 +14,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from .finite import all_finite
-from .intercept import get_handlers, watch
-from .trees import Writes, commit, is_floating, leaves, walk
+from .intercept import Handler, get_handlers, watch
+from .trees import Writes, commit, is_floating, walk
 
 # The compute_dtype of the running forward pass. A float32 layer that sees only integers
 # and its own float32 parameters, such as an embedding, casts its outputs to this dtype.
@@ -44,8 +46,9 @@ class Casting(NamedTuple):
         for path, module in model.named_modules():
             # float32_layers() marks the layers that compute in float32. The prefix of
             # the model itself is "", with which every path starts.
-            if any(getattr(h, "computes_in_float32", 0) for h in get_handlers(module)):
-                float32_prefixes += (f"{path}." if path else "",)
+            for handler in get_handlers(module):
+                if getattr(handler, "computes_in_float32", False):
+                    float32_prefixes += (f"{path}." if path else "",)
 
         def cast_parameter(path: str, x: mx.array) -> Any:
             is_kept = self.keep is not None and self.keep(path, x)
@@ -84,8 +87,10 @@ class Entrance:
             return function(*args, **kwargs)
         if not self.is_backward:
             self._entered.add(id(module))
-        dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
-        if id(module) in self._entered and self._casting.compute_dtype in dtypes:
+        is_cast = False
+        for _, x in walk(module):
+            is_cast |= getattr(x, "dtype", None) == self._casting.compute_dtype
+        if is_cast and id(module) in self._entered:
             args, kwargs = rebuild((args, kwargs), self._casting.cast)
         self._is_inside = True
         try:
@@ -97,10 +102,11 @@ class Entrance:
 @contextmanager
 def forward_pass(
     models: list[nn.Module],
+    parameters: list[mx.array],
     casting: Casting,
     store: Callable[[mx.array], mx.array] = lambda new: new,
 ) -> Iterator[Callable[[Iterable[mx.array]], None]]:
-    """Cast what enters the models, and afterwards restore what was put into them.
+    """Cast what enters the models, and afterwards restore their trained parameters.
 
     Yields a function to call at the end of the forward pass, with the arrays that stand
     in for parameters. Buffers that became non-finite are restored, because BatchNorm's
@@ -109,12 +115,13 @@ def forward_pass(
     array that the forward pass has stored in a model.
     """
     places = _places(models)
-    trained = {
-        id(x) for x in leaves([model.trainable_parameters() for model in models])
-    }
-    entrance = Entrance(casting)
+    trained = set(map(id, parameters))
     is_cast = casting.compute_dtype is not None
-    modules = [m for x in models for m in x.modules()] if is_cast else []
+    entrance = Entrance(casting)
+    watched: list[tuple[nn.Module, Handler]] = []
+    if is_cast and casting.cast_inputs:
+        modules = chain.from_iterable(map(nn.Module.modules, models))
+        watched = list(zip(modules, repeat(entrance), strict=False))
     restored = list(places.values())
 
     def end_forward(stand_ins: Iterable[mx.array]) -> None:
@@ -134,7 +141,7 @@ def forward_pass(
 
     token = compute_dtype.set(casting.compute_dtype)
     try:
-        with watch((m, entrance) for m in modules if casting.cast_inputs):
+        with watch(watched) if watched else nullcontext():
             yield end_forward
     except BaseException:
         restored = list(places.values())
@@ -142,13 +149,16 @@ def forward_pass(
     finally:
         compute_dtype.reset(token)
         # The forward pass may have shortened a list.
-        commit(x for x in restored if isinstance(x[0], dict) or x[1] < len(x[0]))
+        commit([x for x in restored if isinstance(x[0], dict) or x[1] < len(x[0])])
 
 
-def _places(models: list[nn.Module]) -> dict[tuple[int, Any], tuple[Any, Any, Any]]:
-    """Return (container, key, array), by the id of the container and the key."""
-    places = [place for model in models for place in writable_arrays(model)]
-    return {(id(container), key): (container, key, x) for container, key, x in places}
+def _places(tree: Any) -> dict[tuple[int, Any], tuple[Any, Any, Any]]:
+    """Return each (container, key, array), by the id of the container and the key."""
+    places = {}
+    for (_, container, key), x in walk(tree):
+        if isinstance(x, mx.array) and not isinstance(container, tuple):
+            places[id(container), key] = container, key, x
+    return places
 
 
 def _finite_or_old(new: mx.array, old: mx.array | None) -> mx.array:
@@ -159,11 +169,7 @@ def _finite_or_old(new: mx.array, old: mx.array | None) -> mx.array:
 
 def writable_arrays(tree: Any) -> Writes:
     """Return (container, key, array) for each array that is not in a tuple."""
-    return [
-        (container, key, x)
-        for (_, container, key), x in walk(tree)
-        if isinstance(x, mx.array) and not isinstance(container, tuple)
-    ]
+    return list(_places(tree).values())
 
 
 def rebuild(tree: Any, new: Callable[[mx.array], Any]) -> Any:
@@ -171,7 +177,7 @@ def rebuild(tree: Any, new: Callable[[mx.array], Any]) -> Any:
     if is_opaque(tree):
         return new(tree) if isinstance(tree, mx.array) else tree
     values = list(tree.values()) if isinstance(tree, dict) else tree
-    items = [rebuild(x, new) for x in values]
+    items = list(map(partial(rebuild, new=new), values))
     if not any(map(is_not, items, values)):
         return tree  # the function may write to a container without such arrays
     if isinstance(tree, dict):

@@ -1,17 +1,29 @@
-"""Unscale gradients lazily.
+"""Differentiate a loss, starting from its scale instead of from 1.
 
-Each gradient that ``unscale`` returns refers to the scaled array it came from. If a
-step receives the gradient unmodified, it reads the scaled array and, on a GPU, unscales
-it inside the update kernel, so MLX never computes the float32 copy. After clipping,
+``mx.vjp`` takes the cotangent of the loss, so the loss itself is never scaled.
+``value_and_grad`` returns the gradients unscaled. ``scale_loss`` is for losses that
+somebody else differentiates: the function differentiates itself, and passes its
+gradients on, unscaled, in the backward pass outside. The scale never leaves it.
+
+Gradients are unscaled lazily: each refers to the scaled array it came from. If a step
+receives the gradient unmodified, it reads the scaled array and, on a GPU, unscales it
+inside the update kernel, so MLX never computes the float32 copy. After clipping,
 accumulation or averaging, a step uses the gradient as is.
 """
 
-from typing import Any
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 
+from .forward import Casting, forward_pass, is_opaque, rebuild
 from .fusion import each_use
 from .masters import to_float32
+from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
 from .trees import commit, is_floating, leaves, slots, tree_like
 
 
@@ -43,25 +55,275 @@ for _method in (
         _forget_source(_method)
 
 
-def unscale(gradients: Any, inverse: mx.array) -> Any:
-    """Lazily unscale a tree of scaled gradients; lazy gradients stay unscaled."""
-    arrays, unscaled = leaves(gradients), []
-    for scaled, x in zip(arrays, _unscale_arrays(arrays, inverse), strict=True):
-        known = scaled.source if isinstance(scaled, LazyGradient) else None
-        gradient = LazyGradient(x if known is None else scaled)
+class Backward:
+    """Scale the backward passes of a scaler, whose state is ``state``."""
+
+    def __init__(self, state: dict[str, mx.array]):
+        self._state = state
+        self._has_seen_loss = False
+        self.is_dynamic = True
+        self.warn_once = WarnOnce()
+
+    def value_and_grad(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        casting: Casting,
+        is_enabled: bool,
+    ) -> Callable[..., Any]:
+        """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
+        is_checked = casting.compute_dtype is not None or not is_enabled
+        watch = UpdateWatch()
+
+        @wraps(loss_fn)
+        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_checked
+            if not is_checked:
+                check_dtypes(model, args, self.warn_once)
+                is_checked = True
+            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            own = model.trainable_parameters()
+            parameters = leaves(own)
+            cast = casting.cast_parameters(model, own)
+
+            def forward(*stand_ins: mx.array) -> Any:
+                model.update(tree_like(own, stand_ins))
+                outputs = loss_fn(*args, **kwargs)
+                end_forward(stand_ins)
+                return outputs
+
+            with forward_pass([model], parameters, casting) as end_forward:
+                outputs, gradients = self._vjp(forward, leaves(cast), scale)
+            if is_enabled:
+                watch.look(scale, parameters, self.warn_once)
+                gradients = unscale(gradients, 1.0 / scale)
+            else:
+                pairs = zip(gradients, parameters, strict=True)
+                gradients = [g.astype(x.dtype) for g, x in pairs]
+            return outputs, tree_like(own, gradients)
+
+        return value_and_grad_fn
+
+    def scale_loss(
+        self,
+        loss_fn: Callable[..., Any],
+        model: Any,
+        casting: Casting,
+        is_enabled: bool,
+    ) -> Callable[..., Any]:
+        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
+
+        Inside, the arrays that it is given stand behind ``stop_gradient``. Outside,
+        they get their gradients from the vjp of an identity. Everything else keeps
+        MLX's own gradient.
+        """
+
+        @wraps(loss_fn)
+        def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
+            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            flat = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
+            models = [x for _, x in flat if isinstance(x, nn.Module)]
+            own = [x.trainable_parameters() for x in models]
+            parameters = leaves(own)
+            given = {id(x): x for x in (*parameters, *(x for _, x in flat))}
+            traced = {i: x for i, x in given.items() if is_traced(x)}
+            originals = list(traced.values())
+            outside = _Outside(originals)
+
+            def forward(*stopped: mx.array) -> Any:
+                stand_ins = dict(zip(traced, stopped, strict=True))
+
+                def replace(x: Any) -> Any:
+                    return stand_ins.get(id(x), x)
+
+                new = [tree_map(replace, tree) for tree in own]
+                new = list(map(casting.cast_parameters, models, new))
+                for each, tree in zip(models, new, strict=True):
+                    each.update(tree)
+                new_args, new_kwargs = rebuild((args, kwargs), replace)
+                outputs = loss_fn(*new_args, **new_kwargs)
+                end_forward(leaves(new))
+                return outputs
+
+            with forward_pass(
+                models, parameters, casting, outside.value
+            ) as end_forward:
+                stopped = list(map(mx.stop_gradient, originals))
+                outputs, scaled = self._vjp(forward, stopped, scale)
+            if not originals:
+                return outputs
+            loss = outside.loss(loss_of(outputs), scaled, scale)
+            return _replace_loss(rebuild(outputs, outside.value), loss)
+
+        return scaled_loss_fn
+
+    def scaled(self, output: mx.array) -> mx.array:
+        """Multiply an output by the scale in float32."""
+        if not self._has_seen_loss:
+            self._check_loss(output, self._state["scale"])
+        return to_float32(output) * self._state["scale"]
+
+    def _vjp(
+        self, forward: Callable[..., Any], arrays: list[mx.array], scale: mx.array
+    ) -> tuple[Any, list[mx.array]]:
+        """Return the outputs, with a float32 loss, and the scaled gradients."""
+        outputs: list[Any] = []
+
+        def loss_fn(*arrays: mx.array) -> mx.array:
+            outputs.append(forward(*arrays))
+            loss = loss_of(outputs[0])
+            if not self._has_seen_loss:
+                self._check_loss(loss, scale)
+            return loss.astype(mx.float32)
+
+        if arrays:
+            (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
+        else:  # mx.vjp would hold the activations
+            loss, gradients = loss_fn(), []
+        return _replace_loss(outputs.pop(), loss), gradients
+
+    def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
+        self._has_seen_loss = True  # so that the scale is read only once
+        check_loss(loss, scale, self.is_dynamic, self.warn_once)
+
+
+def _no_gradient(function: Callable[..., Any]) -> Any:
+    """Return a function that raises if somebody differentiates it."""
+
+    def vjp(*_: Any) -> NoReturn:
+        raise RuntimeError(
+            "A loss function from scale_loss() has only first derivatives, and only "
+            "its loss has any. Return everything that is added to the loss, such as "
+            "what a layer stores in the model, as part of the loss, and take inner "
+            "gradients inside the function. mx.checkpoint stores parameters too: use "
+            "mlx_gradscale.grad_checkpoint instead."
+        )
+
+    custom = mx.custom_function(function)
+    custom.vjp(vjp)
+    return custom
+
+
+# An array that depends on others, though it is computed from nothing.
+_token = _no_gradient(lambda arrays: mx.array(0.0))
+# The first array, as one that depends on the second, a token.
+_value = _no_gradient(lambda x, token: x)
+
+
+class _Outside:
+    """What the outside of a loss function from ``scale_loss`` gets from the inside.
+
+    Only the loss has a gradient with respect to the originals, the arrays that the
+    function is given. Whatever else is differentiated raises there and then.
+    """
+
+    def __init__(self, originals: list[mx.array]):
+        self._originals = originals
+        self._token = _token(originals)
+
+    def value(self, x: mx.array) -> mx.array:
+        """Return an array that raises if it is differentiated."""
+        is_differentiable = self._originals and is_floating(x)
+        value: mx.array = _value(x, self._token) if is_differentiable else x
+        return value
+
+    def loss(self, loss: mx.array, scaled: list[mx.array], scale: mx.array) -> mx.array:
+        """Return the loss with these gradients, unscaled, for the originals."""
+
+        def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
+            inverse = each_use(cotangent / scale)
+            return cotangent, list(map(self.value, map(unscale_array, scaled, inverse)))
+
+        identity: Any = mx.custom_function(lambda loss, originals: loss)
+        identity.vjp(vjp)
+        outer: mx.array = identity(loss, self._originals)
+        return outer
+
+
+class _Answer(threading.local):
+    is_run = False
+
+
+_answer = _Answer()
+
+
+@mx.compile
+def _ask(x: mx.array) -> mx.array:
+    _answer.is_run = True
+    return x
+
+
+def _runs(x: mx.array) -> bool:
+    _answer.is_run = False
+    _ask(x[(0,) * x.ndim])
+    return _answer.is_run
+
+
+def is_traced(x: Any) -> bool:
+    """Return whether a floating-point array is being differentiated or compiled.
+
+    Evaluates nothing. A wrong answer is always True, which only costs memory.
+    """
+    if not isinstance(x, mx.array) or not is_floating(x):
+        return False
+    # MLX runs the Python code of a compiled function again for each tracer, and
+    # otherwise only for the first array of a dtype.
+    return not x.size or (_runs(x) and _runs(x))
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise if this is no function, such as the loss itself."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "Expected the loss function, which returns the loss, got "
+            f"{type(loss_fn).__name__}. To scale a loss as in PyTorch, use "
+            "GradScaler.scale()."
+        )
+
+
+def loss_of(outputs: Any) -> mx.array:
+    """Return the loss in the output of a loss function, or raise if it is invalid."""
+    loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if not isinstance(loss, mx.array):
+        raise TypeError(
+            "The loss function must return an mx.array, or a tuple that starts with "
+            f"one; got {loss!r}."
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"The loss must be a scalar, got an array of shape {loss.shape}. Reduce "
+            "it, for example with loss.mean()."
+        )
+    return loss
+
+
+def _replace_loss(outputs: Any, loss: mx.array) -> Any:
+    """Return the output of a loss function with its loss replaced."""
+    if hasattr(outputs, "_fields"):
+        return type(outputs)(loss, *outputs[1:])
+    return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss
+
+
+def unscale(scaled: list[mx.array], inverse: mx.array) -> list[mx.array]:
+    """Lazily unscale gradients; lazy gradients stay unscaled."""
+    unscaled: list[mx.array] = []
+    for old, x in zip(scaled, _unscale_arrays(scaled, inverse), strict=True):
+        known = old.source if isinstance(old, LazyGradient) else None
+        gradient = LazyGradient(x if known is None else old)
         # An alias, because the user may change the scaled gradient in place.
-        gradient.source = known or (scaled.astype(scaled.dtype), inverse)
+        gradient.source = known or (old.astype(old.dtype), inverse)
         unscaled.append(gradient)
-    return tree_like(gradients, unscaled)
+    return unscaled
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
     """Unscale and return a tree, in place unless it is an array or contains tuples."""
+    unscaled = unscale(leaves(gradients), inverse)
     tree = [gradients]  # a container even for a single array
-    places, unscaled = slots(tree), unscale(tree, inverse)
+    places = slots(tree)
     if any(isinstance(box, tuple) for _, box, _ in places):
-        return unscaled[0]
-    pairs = zip(places, leaves(unscaled), strict=True)
+        return tree_like(gradients, unscaled)
+    pairs = zip(places, unscaled, strict=True)
     commit((box, key, x) for (_, box, key), x in pairs)
     return tree[0]
 

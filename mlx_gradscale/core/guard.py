@@ -6,6 +6,7 @@ parameter, and ``plan`` calls it for all of them. ``GradScaler`` commits the res
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
@@ -230,18 +231,20 @@ def _step_on_device(
     paths: list[list[str]] = []
     moments: dict[str, Any] = {}
     for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
-        paths.append([path for path in places if path in inputs.parameters])
-        for path in paths[-1]:
-            try:
-                moments[path] = get_at(part.state, places[path])
-            except (KeyError, IndexError) as error:
-                raise _failure(path, error) from error
-    values = [own_values(part) for part in parts]
+        paths.append([])
+        for path, place in places.items():
+            if path in inputs.parameters:
+                paths[-1].append(path)
+                try:
+                    moments[path] = get_at(place, part.state)
+                except (KeyError, IndexError) as error:
+                    raise _failure(path, error) from error
+    values = list(map(own_values, parts))
     found = slots(moments)
     run: Callable[..., Any] = partial(_run, participant.storage, paths)
     if is_builtin(optimizer):
         # Arrays are passed by position, so another order needs a new trace.
-        order: list[Any] = [[where for where, _, _ in found], list(map(list, values))]
+        order: list[Any] = [list(map(itemgetter(0), found)), list(map(list, values))]
         order += [paths, list(inputs.scaled), list(inputs.unscaled)]
         run = autocompiled(run, optimizer, (order, participant.storage))
     else:

@@ -20,6 +20,8 @@ Handler = Callable[..., Any]
 _METHODS = ("__call__", "as_linear")
 # A Python attribute of the module, so not one of its parameters. Copies have it too.
 _HANDLERS = "_call_handlers"
+# An attribute of the subclasses that are made here.
+_MARK = "_is_intercepting"
 # The handlers of watch(), by the id of the module. Copies do not have them.
 _watching: defaultdict[int, list[Handler]] = defaultdict(list)
 
@@ -41,14 +43,16 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
 @contextmanager
 def watch(pairs: Iterable[tuple[nn.Module, Handler]]) -> Iterator[None]:
     """Add handlers outside those that modules have, within a ``with`` block."""
-    pairs = [(module, handler) for module, handler in pairs if callable(module)]
+    watched: list[tuple[nn.Module, Handler]] = []
     try:
         for module, handler in pairs:
-            _watching[id(module)].append(handler)
-            _set_class(module)
+            if callable(module):
+                watched.append((module, handler))
+                _watching[id(module)].append(handler)
+                _set_class(module)
         yield
     finally:
-        for module, handler in pairs:
+        for module, handler in watched:
             if handler in _watching[id(module)]:
                 _watching[id(module)].remove(handler)
             if not _watching[id(module)]:
@@ -59,25 +63,20 @@ def watch(pairs: Iterable[tuple[nn.Module, Handler]]) -> Iterator[None]:
 def _set_class(module: nn.Module) -> None:
     """Give a module the class that its handlers require."""
     cls = type(module)
-    own = cls.__base__ if _is_subclass(cls) else cls
-    is_handled = get_handlers(module) or id(module) in _watching
-    new = _subclass_of(own) if is_handled else own
-    if new is not cls:
+    is_handled = _HANDLERS in vars(module) or id(module) in _watching
+    if is_handled != (_MARK in vars(cls)):
+        new = _subclass_of(cls) if is_handled else cls.__base__
         # A module's own __setattr__ stores an attribute.
         object.__setattr__(module, "__class__", new)
-
-
-def _is_subclass(cls: type) -> bool:
-    return "_is_intercepting" in vars(cls)
 
 
 def _subclass_of(cls: Any) -> type:
     """Return the subclass of a class whose instances pass calls through handlers."""
     # Python lists a class's subclasses by weak references.
     for known in type.__subclasses__(cls):
-        if _is_subclass(known):
+        if _MARK in vars(known):
             return known
-    body: dict[str, Any] = {"__reduce_ex__": _reduce, "_is_intercepting": True}
+    body: dict[str, Any] = {"__reduce_ex__": _reduce, _MARK: True}
     for name in ("__module__", "__qualname__", "__doc__"):
         body[name] = getattr(cls, name)
     # Not hasattr(), which is true of __call__ for every class: its metaclass has it.
@@ -93,7 +92,8 @@ def _intercept(cls: type, name: str) -> Callable[..., Any]:
     def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         # Looked up in each call, because mlx-lm's grad_checkpoint replaces it.
         function = partial(getattr(cls, name), self)
-        for handler in (*get_handlers(self), *_watching.get(id(self), ())):
+        permanent = vars(self).get(_HANDLERS, ())
+        for handler in (*permanent, *_watching.get(id(self), ())):
             function = partial(handler, self, function)
         return function(*args, **kwargs)
 

@@ -111,8 +111,11 @@ class UpdateWatch:
         self._weight_id = 0
         self._n_updates = 0
 
-    def look(self, scale: mx.array, weight_id: int, warn_once: WarnOnce) -> None:
+    def look(
+        self, scale: mx.array, weights: list[mx.array], warn_once: WarnOnce
+    ) -> None:
         """Compare the scale, and the id of one weight, with those of the last call."""
+        weight_id = id(weights[0]) if weights else 0
         is_updated = weight_id != self._weight_id
         self._n_updates = self._n_updates + is_updated if scale is self._scale else 0
         self._scale, self._weight_id = scale, weight_id

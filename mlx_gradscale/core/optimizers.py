@@ -85,15 +85,17 @@ def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
 
 def paths_of(optimizer: Optimizer, tree: Any) -> list[dict[str, Path]]:
     """Return the paths that each single optimizer updates, dotted and as tuples."""
-    return [
-        {".".join(map(str, path)): path for (path, _, _), _ in walk(part)}
-        for _, part in split(optimizer, tree)
-    ]
+    found: list[dict[str, Path]] = []
+    for _, part in split(optimizer, tree):
+        found.append({})
+        for (path, _, _), _ in walk(part):
+            found[-1][".".join(map(str, path))] = path
+    return found
 
 
 def needs_init(optimizer: Optimizer) -> bool:
     """Return whether an optimizer, or one in a ``MultiOptimizer``, is uninitialized."""
-    return not all(part._initialized for part in single_optimizers(optimizer))
+    return any(not part._initialized for part in single_optimizers(optimizer))
 
 
 def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
@@ -118,7 +120,7 @@ def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
                 )
             box[key] = to_float32(box[key])
         for (where, _, _), parameter in walk(tree):
-            moments = get_at(part.state, where)
+            moments = get_at(where, part.state)
             if is_floating(parameter) and isinstance(moments, dict):
                 moments.update(storage.encode(part, parameter.shape, moments))
 
@@ -129,10 +131,12 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
     They are computed outside the compiled function, because a schedule is Python code
     and may depend on anything.
     """
-    return [
-        {k: mx.array(schedule(part.step)) for k, schedule in part._schedulers.items()}
-        for part in single_optimizers(optimizer)
-    ]
+    values: list[dict[str, mx.array]] = []
+    for part in single_optimizers(optimizer):
+        values.append({})
+        for name, schedule in part._schedulers.items():
+            values[-1][name] = mx.array(schedule(part.step))
+    return values
 
 
 def own_values(optimizer: Optimizer) -> dict[str, Any]:
@@ -208,7 +212,9 @@ def fingerprint(optimizer: Optimizer, structure: Any) -> Any:
     """Return the settings that a trace depends on, or None if one is not plain."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
-        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
+        own = dict(vars(part))
+        for name in _NOT_SETTINGS:
+            own.pop(name, None)
         if not all(map(_is_plain, own.values())):
             return None
         # Compare by repr, because True, 1 and 1.0 are equal.

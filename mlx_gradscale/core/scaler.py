@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -12,17 +14,16 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from . import scale as rule
-from .backward import Backward, check_loss_fn
 from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
-from .gradients import unscale, unscale_in_place
+from .gradients import Backward, check_loss_fn, unscale, unscale_in_place
 from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, is_floating, match, read, tree_of
+from .trees import Leaf, Writes, commit, has_floating, match, read, tree_of
 
 _START_AFRESH = (
     "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
@@ -458,7 +459,7 @@ class GradScaler:
             pairs = zip(leaves, unscaled, strict=True)
             leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
         is_alone = participant.ranks.is_single
-        if is_alone and not any(is_floating(x.gradient) for x in leaves):
+        if is_alone and not has_floating(map(attrgetter("gradient"), leaves)):
             raise ValueError(
                 "No floating-point parameter has a gradient. Unfreeze some parameters."
             )
@@ -485,7 +486,7 @@ class GradScaler:
 
     def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
         """Warn about gradients that may have underflowed, and updates that are lost."""
-        dtypes = {leaf.parameter.dtype for leaf in leaves}
+        dtypes = set(map(attrgetter("parameter.dtype"), leaves))
         is_scaled = self._mode is not None or not self._expects_scaling
         if mx.float16 in dtypes and not (is_scaled and participant.scales_loss):
             self._backward.warn_once("unscaled float16")
@@ -543,7 +544,7 @@ class GradScaler:
         used, latest, stepped = self._noted
         if optimizer is not None and is_last and latest is self._state["scale"]:
             self._noted = _Noted(used, changed["scale"], stepped | {id(optimizer)})
-        return [(self._state, name, value) for name, value in changed.items()]
+        return list(zip(repeat(self._state), changed, changed.values(), strict=False))
 
     def get_scale(self) -> float:
         """Return the scale, read from the device, or 1.0 if the scaler is disabled."""

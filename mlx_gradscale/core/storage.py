@@ -54,27 +54,25 @@ class Masters:
         """Return what stores a master weight, or raise; {} for float32 weights."""
         if weight.dtype not in HALF:
             return {}
-        if not self.has(path):
-            raise ValueError(
-                f"{path!r} has no master weight, because it was frozen, missing or not "
-                "in half precision when the optimizer was initialized. Call optimizer."
-                "init(model.trainable_parameters()) again; existing state is kept."
-            )
-        found = {name: arrays[path] for name, arrays in self.state.items()}
-        for x in found.values():
-            check_shape(path, x.shape, weight.shape)
+        found = {}
+        for name, arrays in self.state.items():
+            if path not in arrays:
+                raise ValueError(
+                    f"{path!r} has no master weight, because it was frozen, missing or "
+                    "not in half precision when the optimizer was initialized. Call "
+                    "optimizer.init(model.trainable_parameters()) again; existing "
+                    "state is kept."
+                )
+            found[name] = arrays[path]
+            if found[name].shape != weight.shape:
+                raise ValueError(
+                    f"{path!r} has shape {weight.shape}, but had shape "
+                    f"{found[name].shape} when the optimizer was initialized. Create a "
+                    "new optimizer for the changed model."
+                )
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
         """Return a parameter's master weight, or its upcast value if it has none."""
         stored = self.stored(path, weight) if self.has(path) else {}
         return self.storage.join(weight, stored).master
-
-
-def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
-    """Raise if the shape of a parameter or of an array in the state has changed."""
-    if new != old:
-        raise ValueError(
-            f"{path!r} has shape {new}, but had shape {old} when the "
-            "optimizer was initialized. Create a new optimizer for the changed model."
-        )

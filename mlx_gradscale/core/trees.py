@@ -1,11 +1,11 @@
 """Walk trees of arrays, match gradients to parameters, and replace arrays."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial, reduce
 from itertools import starmap
-from operator import getitem, setitem
+from operator import attrgetter, getitem, itemgetter, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,10 +13,16 @@ import mlx.nn as nn
 from mlx.utils import tree_map, tree_map_with_path
 
 CONTAINERS = (dict, list, tuple)
+# The dtypes whose values may be non-finite.
+_INEXACT = {mx.float16, mx.bfloat16, mx.float32, mx.float64, mx.complex64}
 # The location of an array: its path, its container, and its key in the container.
 Slot = tuple[tuple[Any, ...], Any, Any]
 # (container, key, value) for each array to replace.
 Writes = list[tuple[Any, Any, Any]]
+
+
+# Called with a path of keys and a tree; returns the subtree there.
+get_at: Callable[[tuple[Any, ...], Any], Any] = partial(reduce, getitem)
 
 
 class Leaf(NamedTuple):
@@ -60,12 +66,7 @@ def flatten(tree: Any) -> list[tuple[str, Any]]:
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree without their paths."""
-    return [x for _, x in walk([tree])]
-
-
-def get_at(tree: Any, path: tuple[Any, ...]) -> Any:
-    """Return the subtree at a path of keys."""
-    return reduce(getitem, path, tree)
+    return list(map(itemgetter(1), walk([tree])))
 
 
 def tree_of(values: dict[str, Any], structure: Any) -> Any:
@@ -85,7 +86,12 @@ def tree_like(tree: Any, values: Iterable[Any]) -> Any:
 
 def is_floating(x: mx.array) -> bool:
     """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
-    return mx.issubdtype(x.dtype, mx.inexact)
+    return x.dtype in _INEXACT
+
+
+def has_floating(arrays: Iterable[mx.array]) -> bool:
+    """Return whether one of the arrays is floating-point or complex."""
+    return not _INEXACT.isdisjoint(map(attrgetter("dtype"), arrays))
 
 
 def dtype_name(x: mx.array) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.backward import check_loss_fn
 from ..core.forward import Casting
+from ..core.gradients import check_loss_fn
 from ..files.text import power
 from ..float32.check import check, find_bad_gradient, find_bad_input
 from ..float32.report import FIRST_SCALE, Float32Search

@@ -153,7 +153,7 @@ def _measure(
     for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
         for place in places.values():
             with suppress(KeyError, IndexError):  # not initialized
-                box = get_at(part.state, place[:-1])
+                box = get_at(place[:-1], part.state)
                 box[place[-1]] = storage.decode(part, box[place[-1]])
     initialize(optimizer, full, STORAGES[32])
     halves, before, sums = dict(flatten(weights)), dict(flatten(masters)), {}

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..core.backward import check_loss_fn
 from ..core.forward import Casting
+from ..core.gradients import check_loss_fn
 from .check import Check, check, find_bad_gradient, find_bad_input, is_off
 from .layers import float32_layers
 from .report import FIRST_SCALE, Float32Search, Row

@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..core.backward import loss_of
 from ..core.finite import all_finite
 from ..core.forward import Casting, is_opaque
+from ..core.gradients import loss_of
 from ..core.masters import HALF
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, leaves, restore, snapshot

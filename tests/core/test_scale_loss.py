@@ -13,7 +13,7 @@ from support.helpers import Mlp, batch, bits, dtypes, mse
 from support.optimizer_helpers import assert_near
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.core.backward import is_traced
+from mlx_gradscale.core.gradients import is_traced
 
 either = pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
 

@@ -21,7 +21,7 @@ ORDER = (
     *("trees", "fusion", "masters", "sixteen_bit", "eight_bit", "storage"),
     *("notices", "scale", "finite"),
     *("intercept", "forward"),
-    *("gradients", "backward", "optimizers", "ranks", "guard", "scaler", "state"),
+    *("gradients", "optimizers", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )
 # The only imports from outside the core. They are inside GradScaler.save and load.
