@@ -54,7 +54,8 @@ def test_iteration_that_fails_in_a_compiled_step_is_forgotten():
         _, grads = loss_and_grad(x, y)
         scaler.unscale_(optimizer, grads)["layers"][0]["bias"].max().item()
 
-    with pytest.raises(ValueError, match="eval"):
+    # MLX raises one of them, depending on how the array was computed.
+    with pytest.raises((RuntimeError, ValueError), match="eval"):
         compile_step(fail, [model.state, optimizer.state])(*batch())
     optimizer.update(model, loss_and_grad(*batch())[1])
     assert all_finite(model.parameters()).item()

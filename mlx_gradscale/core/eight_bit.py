@@ -89,7 +89,8 @@ class EightBit(SixteenBit):
     ) -> tuple[mx.array, Stored]:
         """Select a weight, with the remainder of its master weight if it has one."""
         new, weight = result.new, result.parameter
-        # Old and new codes of m depend on v.
+        # In the order of the computation: the codes of m, which is the first of the two
+        # moments, depend on v.
         others = [result.gradient, *reversed(result.decoded), *result.encoding]
         others += reversed(result.moments)
         if not result.stored:
@@ -97,6 +98,8 @@ class EightBit(SixteenBit):
             return fusion.select_in_tree(applied, new, weight, others), {}
         old = weight
         if _fits_one_kernel(result.optimizer, weight):
+            # Only the end of the step reads the master weight. With these arrays first
+            # instead of last, AdamW would be 12 kernels.
             others += result.old.intermediate
         else:
             others = [*result.old.intermediate, *others]

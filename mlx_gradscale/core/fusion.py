@@ -14,6 +14,7 @@ once and read once more. How MLX 0.32 fuses (``compile_fuse`` in its compile.cpp
 Rule 2 is why a plain ``where(applied, new, old)`` on each result of AdamW gives five
 kernels: the new moment has two consumers, its own select and the parameter's, and
 neither is an input of the other. ``select`` makes all results inputs of a common root.
+``select_in_tree`` does so for deeper graphs: a step in 8 bits would be 14 kernels.
 ``end_kernel``, ``separate_cast`` and ``join`` shape what the check of the gradients
 reads, and ``each_use`` keeps compiling fast. ``casts_first`` and ``factors`` help CPUs
 only: g++ compiles the same kernels there, and vectorizes only some of them.

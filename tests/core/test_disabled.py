@@ -32,10 +32,15 @@ def test_disabled_scaler_does_not_skip_steps(max_grad_norm, state_bits, dtype, v
 def test_disabled_scaler_may_be_shared_by_wrappers_that_update_by_themselves():
     scaler, weights = GradScaler(enabled=False), {"w": mx.ones(1, mx.float16)}
     pair = [LossScaleOptimizer(optim.SGD(1e-4), scaler) for _ in range(2)]
+    enabled = LossScaleOptimizer(optim.SGD(1e-4), GradScaler(8.0))
+    enabled.init(weights)
     for optimizer in pair:
+        optimizer.init(weights)
+        optimizer.state = enabled.state  # which changes no scaler
         for _ in range(2):
             optimizer.apply_gradients(weights, weights)
         assert optimizer.masters(weights)["w"].item() == pytest.approx(1 - 2e-4)
+    assert scaler.get_scale() == 1.0
 
 
 def test_disabled_scaler_accepts_calls_in_any_order():
@@ -49,6 +54,7 @@ def test_disabled_scaler_accepts_calls_in_any_order():
         assert new["w"].item() == 0
     assert scaler.minimize(optimizer, nn.Linear(1, 1), {}).item()
     scaler.update(8.0)
+    scaler.load_state_dict(GradScaler(8.0).state_dict())
     assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
 
 

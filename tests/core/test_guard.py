@@ -33,6 +33,7 @@ def adamw():
 CHANGES = {
     "weight_decay": (adamw, lambda o, i: setattr(o, "weight_decay", 0.1 * (i % 3))),
     "learning_rate": (adamw, lambda o, i: setattr(o, "learning_rate", 0.01 * (1 + i))),
+    "an array": (adamw, lambda o, i: setattr(o, "weight_decay", mx.array(0.1 * i))),
     "betas in place": (adamw, lambda o, i: o.betas.__setitem__(0, 0.9 - 0.1 * (i > 3))),
     "what the schedule reads": (
         lambda: optim.SGD(lambda step: mx.array(RATE["of"])),

@@ -154,13 +154,6 @@ def test_frozen_and_quantized_layers_stay_unchanged_and_the_others_train():
     assert changed == {"layers.0.bias", "layers.2.weight", "layers.2.bias"}
 
 
-def test_model_may_hold_a_private_reference_to_its_parent():
-    model, scaler = Mlp(), GradScaler()
-    model.layers[0]._parent = model
-    _, grads = scaler.value_and_grad(model, mse(model))(*batch())
-    assert scaler.minimize(optim.SGD(0.1), model, grads).item()
-
-
 def test_half_precision_parameters_warn_once_about_master_weights():
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
     scaler = GradScaler(init_scale=256.0)

@@ -130,6 +130,9 @@ class Machine(RuleBasedStateMachine):
         state = self.scaler.state
         for name, value in vars(self.reference).items():
             assert state[name].item() == np.float32(value), name
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            found = getattr(self.scaler, f"get_{name}")()
+            assert found == getattr(self.reference, name)
         # A gradient times a scale that is no power of two, and times its inverse, may
         # be an ulp off. test_skip_matrix.py checks every bit.
         for found, expected in zip(self.weights, self.expected, strict=True):

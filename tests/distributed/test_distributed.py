@@ -117,6 +117,7 @@ def test_group_of_one_does_not_communicate():
         optimizer = LossScaleOptimizer(optim.SGD(1.0), scaler, group=group, **options)
         new = optimizer.apply_gradients(grads, {"w": mx.array([3.0])})
         assert new["w"].item() == 1.0
+        assert "group of 1" in repr(optimizer)
     anything = object()
     assert broadcast(anything, group) is anything
     assert from_rank_0(lambda: anything) is anything

@@ -9,7 +9,7 @@ from support import pages
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
+PAGES = [*DOCS, *sorted(ROOT.glob("*.md")), *sorted((ROOT / ".github").rglob("*.md"))]
 WITH_CODE = [
     pytest.param(path, marks=[pytest.mark.compiles] * (path.stem == "own_loop"))
     for path in PAGES

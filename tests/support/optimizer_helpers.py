@@ -78,10 +78,10 @@ class Training:
         return bits([self.model.parameters(), self.optimizer.state])
 
 
-def moments_of(optimizer, state=None):
+def moments_of(optimizer):
     """Yield each single optimizer with the dicts of moments in its state."""
     for part in single_optimizers(optimizer):
-        found = slots(part.state if state is None else state)
+        found = slots(part.state)
         boxes = {id(box): box for where, box, _ in found if len(where) > 1}
         yield from ((part, box) for box in boxes.values())
 

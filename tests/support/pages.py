@@ -19,6 +19,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)
 PLACEHOLDER = re.compile(r"(?<![\w-])[A-Z]{3,}(?![\w-])")
 # Other people's commands. Only the paths in their arguments are checked.
 TOOLS = {"bash", "git", "mlx.launch", "pre-commit", "pytest", "python", "sphinx-build"}
+TOOLS |= {".", "python3"}
 NOT_RUN = {"text", "diff"}
 
 
@@ -97,16 +98,22 @@ def call(arguments: list[str]) -> str:
 
 
 def check_other_command(words: list[str]) -> None:
-    """Check that the extras, modules and paths of another command exist."""
-    if words[:2] == ["pip", "install"]:
-        project = (ROOT / "pyproject.toml").read_text()
-        extras = re.findall(r"^([\w-]+) = \[", project, re.MULTILINE)
-        for named in re.findall(r"\[(.*?)\]", " ".join(words)):
-            assert set(named.split(",")) <= {*extras}, words
-        return
+    """Check that the extras, modules, marks and paths of another command exist."""
+    project = (ROOT / "pyproject.toml").read_text()
+    match words:
+        case ["pip", "install", *_]:
+            extras = re.findall(r"^([\w-]+) = \[", project, re.MULTILINE)
+            for named in re.findall(r"\[(.*?)\]", " ".join(words)):
+                assert set(named.split(",")) <= {*extras}, words
+            return
+        case ["python" | "python3", "-m", module, *_]:
+            assert find_spec(module), words
+        case ["pytest", "-m", mark, *_]:
+            assert f'"{mark.split()[-1]}: ' in project, words
     assert words[0] in TOOLS, words
     for word in words[1:]:
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word) and not word.startswith("build/"):
+        is_made = word.startswith(("build/", "env/"))
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word) and not is_made:
             assert (ROOT / word).exists(), words
 
 
