@@ -52,11 +52,11 @@ def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
 
 
 def draw_memory(path: Path) -> None:
-    """Draw the memory that is kept, and the peak of a step with many layers."""
+    """Draw the memory that is kept, and the peak of a step in order."""
     page = (ROOT / "docs" / "performance.md").read_text().replace("`", "")
     table = page.partition("## Memory")[2].partition("\n\n*")[0]
     rows = re.findall(r"^\| (.*?) \| ([\d.]+) \|.* ([\d.]+) \|$", table, re.MULTILINE)
-    names = [name.replace("half precision", "bfloat16") for name, _, _ in rows]
+    names = [name for name, _, _ in rows]
     kept, peak = ([float(row[i]) for row in rows] for i in (1, 2))
     colors = ["#8c959f" if "alone" in name else "#0969da" for name in names]
     figure, axes = plt.subplots(figsize=(10, 3.4), layout="constrained")
@@ -70,7 +70,7 @@ def draw_memory(path: Path) -> None:
     )
     axes.bar_label(axes.containers[0], fmt=" %g", fontsize=12)
     axes.set_title(
-        "Bytes per parameter with AdamW: kept (dark) and peak of a step (light)",
+        "Bytes per parameter with AdamW: kept (dark), peak of a step in order (light)",
         loc="left",
     )
     axes.invert_yaxis()

@@ -76,7 +76,7 @@ class Plan:
     @property
     def tensors(self) -> dict[str, Any]:
         """The model's state dict."""
-        tensors: dict[str, Any] = get_at(self.source.tree, self.sections.model)
+        tensors: dict[str, Any] = get_at(self.sections.model, self.source.tree)
         return tensors
 
 
@@ -89,7 +89,7 @@ def make_plan(
     """Find out how a checkpoint maps to a model, or to the given rows."""
     tree = source.tree
     sections = find_sections(tree, options.keys)
-    held = get_at(tree, sections.model)
+    held = get_at(sections.model, tree)
     tensors = {name: x for name, x in held.items() if isinstance(x, Tensor)}
     if rows is not None:
         table = Table(dict(rows))
@@ -103,7 +103,7 @@ def make_plan(
     plan = Plan(source, sections, table, notes=source.notes + table.notes)
     with _damage_is_an_error():
         for path in sections.optimizers:
-            plan.groups += read_groups(get_at(tree, path))
+            plan.groups += read_groups(get_at(path, tree))
         if plan.groups:
             # A safetensors file does not preserve PyTorch's order of tensors.
             is_ordered = not str((*sections.model, "")[0]).endswith(".safetensors")
@@ -114,7 +114,7 @@ def make_plan(
             plan_groups(plan.groups, plan.names, table.rows, step)
             plan.notes += check_groups(plan.groups, options.accept) + doubts
         if sections.scaler is not None:
-            plan.scaler, state = GradScaler(), get_at(tree, sections.scaler)
+            plan.scaler, state = GradScaler(), get_at(sections.scaler, tree)
             plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
     plan.others += list_others(tree, sections)
     if plan.others:
@@ -463,10 +463,10 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
         new = max(int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups)
     elif plan.groups:
         for path in reversed(sections.optimizers):
-            del get_at(source.tree, path[:-1])[path[-1]]
+            del get_at(path[:-1], source.tree)[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     if run.scaler and sections.scaler is not None:
-        get_at(source.tree, sections.scaler).update(run.scaler)
+        get_at(sections.scaler, source.tree).update(run.scaler)
     moved = _move_trainer(source, old, new)
     if moved:
         changes = ", ".join(moved.values())

@@ -198,12 +198,12 @@ def list_others(tree: Any, sections: Sections) -> Iterator[str]:
     """Yield the paths of the entries beside the model, optimizers and scaler."""
     paths = [sections.model, *sections.optimizers]
     paths += [] if sections.scaler is None else [sections.scaler]
-    used = {id(get_at(tree, path)) for path in paths}
+    used = {id(get_at(path, tree)) for path in paths}
     outer = {path[:i]: None for path in paths for i in range(len(path))}
     outer |= dict.fromkeys(sections.optimizers)
     outer |= {} if sections.model else {(): None}  # tensors mixed with other entries
     for path in outer:
-        value = get_at(tree, path)
+        value = get_at(path, tree)
         is_optimizer = path in sections.optimizers
         own = ("state", "param_groups") if is_optimizer else ()
         for key, x in () if is_flat(value) else items(value):
