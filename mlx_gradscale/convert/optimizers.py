@@ -220,14 +220,21 @@ def constructor_args(group: Group) -> dict[str, Any]:
     return own | group.spec.forced | {"learning_rate": rate}
 
 
+# A class of MLX, its constructor arguments, and the parameters that are its own.
+_Part = tuple[type[optim.Optimizer], dict[str, Any], Collection[str]]
+
+
 def build(groups: Sequence[Group], learning_rate: Any = None) -> optim.Optimizer:
     """Build the MLX optimizer, a ``MultiOptimizer`` if PyTorch's groups differ."""
     groups = groups if groups[0].prefix else groups[:1]
-    parts = [(group.spec.mlx, constructor_args(group)) for group in groups]
     members = [{n for row in g.rows.values() for n in row.mlx} for g in groups]
+    parts = [
+        (group.spec.mlx, constructor_args(group), own)
+        for group, own in zip(groups, members, strict=True)
+    ]
     # In the first step of a warmup all rates are 0, and only initial_lr differs.
-    first = [number(group.settings.get("initial_lr")) for group in groups]
-    return _join(parts, members, learning_rate, first)
+    first = {number(group.settings.get("initial_lr")) for group in groups}
+    return _join(parts, learning_rate, is_shared=len(first) == 1)
 
 
 def rebuild(
@@ -243,28 +250,28 @@ def rebuild(
             f"The run's optimizer is {list_some(unknown) or 'missing'}, which is not "
             "one that PyTorch runs are converted to. Create it with mlx.optimizers."
         )
-    parts, members, rates = [], [], []
+    parts: list[_Part] = []
     for i, row in enumerate(settings):
         prefix = f"states.{i}." if len(settings) > 1 else ""
-        own = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
-        members.append({key.rpartition(".")[0] for key in own})
-        rates.append(float(state[f"{prefix}learning_rate"]))
-        arguments = row["values"] | {"learning_rate": rates[i]}
-        parts.append((classes[row["class"]], arguments))
-    return _join(parts, members, learning_rate, rates)
+        own = {
+            k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)
+        }
+        arguments = row["values"] | {"learning_rate": float(own["learning_rate"])}
+        members = {key.rpartition(".")[0] for key in own}
+        parts.append((classes[row["class"]], arguments, members))
+    return _join(parts, learning_rate)
 
 
 def _join(
-    parts: Sequence[tuple[type[optim.Optimizer], dict[str, Any]]],
-    members: Sequence[Collection[str]],
-    given: Any,
-    first: Sequence[Any],
+    parts: Sequence[_Part], given: Any, is_shared: bool = True
 ) -> optim.Optimizer:
-    """Build an optimizer of each part, with the user's rates if any were given."""
-    own = [arguments["learning_rate"] for _, arguments in parts]
+    """Build an optimizer of each part, with the user's rates if any were given.
+
+    A single rate is for all parts if their own rates are equal and ``is_shared``.
+    """
+    own = [arguments["learning_rate"] for _, arguments, _ in parts]
     rates = own if given is None else given
-    is_shared = len({*zip(own, first, strict=True)}) == 1
-    if is_shared and not isinstance(rates, (list, tuple)):
+    if not isinstance(rates, (list, tuple)) and is_shared and len({*own}) == 1:
         rates = [rates] * len(parts)
     if not isinstance(rates, (list, tuple)) or len(rates) != len(parts):
         what = f"a list of {len(parts)} numbers or schedules, one per optimizer"
@@ -275,7 +282,7 @@ def _join(
         )
     made = [
         cls(**arguments | {"learning_rate": rate})
-        for (cls, arguments), rate in zip(parts, rates, strict=True)
+        for (cls, arguments, _), rate in zip(parts, rates, strict=True)
     ]
-    filters = [lambda path, _, own=own: path in own for own in members[:-1]]
+    filters = [lambda path, _, own=own: path in own for *_, own in parts[:-1]]
     return made[0] if len(made) == 1 else optim.MultiOptimizer(made, filters)
