@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..torch_checkpoint.disk import open_file as open_file
@@ -29,16 +28,6 @@ def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
             f"{os.fspath(path)} already exists. Pass --overwrite (overwrite=True) to "
             "replace it."
         )
-
-
-def contains(outer: Path, inner: Path) -> bool:
-    """Return whether ``outer`` contains ``inner`` or is the same path."""
-    outer, inner = outer.resolve(), inner.resolve()
-    candidates = (inner, *inner.parents)
-    if not outer.exists():
-        return outer in candidates
-    # Use samefile, because macOS usually ignores case: "Run" is "run".
-    return any(path.exists() and path.samefile(outer) for path in candidates)
 
 
 def read_json(

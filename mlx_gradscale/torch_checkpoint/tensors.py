@@ -224,9 +224,12 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
         CheckpointError: If the file is damaged, or MLX does not have a dtype.
     """
     tensors = [*tensors]
+    found = {x: x.storage.data for x in tensors}  # read already, if in no file
     # A storage without a dtype is read once for each dtype of its tensors.
     first: dict[tuple[Storage, str], Tensor] = {}
-    for tensor in tensors:
+    for tensor in found:
+        if isinstance(found[tensor], mx.array):
+            continue
         name = f"torch.{tensor.dtype}"
         problem = f"MLX does not have the dtype {name!a}"
         check(tensor.dtype in MLX_DTYPES, problem, "Convert the tensor in PyTorch.")
@@ -239,7 +242,9 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
         first.setdefault((tensor.storage, tensor.dtype), tensor)
     with ThreadPoolExecutor(_THREADS) as threads:
         blocks = dict(zip(first, threads.map(_read_block, first.values()), strict=True))
-    found = {x: _view(x, blocks[x.storage, x.dtype]) for x in dict.fromkeys(tensors)}
+    for tensor in found:
+        if (tensor.storage, tensor.dtype) in blocks:
+            found[tensor] = _view(tensor, blocks[tensor.storage, tensor.dtype])
     mx.eval([*found.values()])  # a lazy array would be tied to this thread
     return [found[tensor] for tensor in tensors]
 
@@ -250,9 +255,9 @@ def _read_block(tensor: Tensor) -> mx.array:
     shape = tensor.shape if tensor._is_whole else (storage.nbytes // size,)
     words = mx.empty(shape, _WORDS[size], stream=mx.cpu)
     mx.eval(words)
-    target = _view_bytes(words)
-    storage.read(target)
-    most = np.frombuffer(target, np.uint8).max() if tensor.dtype == "bool" else 0
+    storage.read(_view_bytes(words))
+    is_bool = tensor.dtype == "bool"
+    most = np.array(words, copy=False).max(initial=0) if is_bool else 0
     check(most <= 1, "a bool tensor has bytes above 1")
     return words
 

@@ -9,16 +9,8 @@ import pytest
 from mlx_gradscale import GradScaler, float32_layers, torch_checkpoint
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.files.arrays import read_arrays
-from mlx_gradscale.files.paths import check_file, contains, read_json
+from mlx_gradscale.files.paths import check_file, read_json
 from mlx_gradscale.inspect import describe
-
-
-def test_folder_contains_its_files_but_not_similar_names(tmp_path):
-    for outer in (tmp_path / "run", tmp_path):  # one that does not exist, and one
-        assert contains(outer, tmp_path / "run" / "a.pt")
-        assert contains(outer, outer)
-    assert not contains(tmp_path / "a", tmp_path / "ab")
-    assert not contains(tmp_path / "run", tmp_path)
 
 
 def test_check_file_refuses_existing_paths(tmp_path):

@@ -111,6 +111,12 @@ def test_shared_storage_is_loaded_into_memory_once(options):
     assert_equals_torch(loaded, obj)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint16])
+def test_empty_tensors_of_empty_and_other_storages_load_equal(dtype):
+    obj = [torch.zeros((3, 0), dtype=dtype), torch.ones(3, dtype=dtype)[3:]]
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(obj)), obj)
+
+
 def test_arrays_loaded_in_another_thread_can_be_used_in_the_main_thread():
     data = torch_bytes({"x": torch.arange(6.0).view(2, 3).T})
     with ThreadPoolExecutor(1) as thread:

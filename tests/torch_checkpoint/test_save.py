@@ -1,6 +1,7 @@
 """What ``save`` writes is what ``torch.save`` would, and PyTorch reads it back."""
 
 import argparse
+import dataclasses
 import io
 import os
 import shutil
@@ -157,6 +158,16 @@ def test_lazy_tensors_are_saved_with_their_dtypes_storages_and_strides():
         assert back["float8"].dtype == torch.float8_e4m3fn
         assert torch.equal(back["float8"].float(), torch.ones(3))
         assert torch.equal(back["complex"], obj["complex"])
+
+
+def test_tensor_whose_values_were_replaced_is_read_and_saved_with_its_flags():
+    old = torch_checkpoint.shapes(save_bytes(mx.zeros((2,))))
+    for array in (mx.arange(4) * 2, np.arange(0, 8, 2, dtype=np.float64)):
+        new = dataclasses.replace(old, is_parameter=True).replace(array)
+        assert new.read().tolist() == [0, 2, 4, 6]
+        back = torch_checkpoint.shapes(save_bytes(new))
+        assert back.read().tolist() == [0, 2, 4, 6]
+        assert (back.is_parameter, back.dtype) == (True, new.dtype)
 
 
 def test_records_are_stored_and_aligned_and_pytorch_maps_them(tmp_path):
