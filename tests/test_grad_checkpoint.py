@@ -92,6 +92,24 @@ class WritesInPlace(Layer):
         return super().__call__(x) * self._buffer[0]
 
 
+class ChangesItsArgument(Layer):
+    def __call__(self, x):
+        x += super().__call__(x)
+        x[0] = 2 * x[1]
+        return x
+
+    def use(self, x):
+        return self(2 * x)
+
+
+class IntegerOutput(Layer):
+    def __call__(self, x):
+        return mx.argmax(super().__call__(x), axis=-1)
+
+    def use(self, x):
+        return x * self(x)[:, None]
+
+
 class Arguments(Layer):
     """Arrays that need gradients, masks, None and integers, in every place."""
 
@@ -244,7 +262,16 @@ class Lora(Quantized):
 
 CASES = [
     *(Layer, Dropout, CompiledDropout, Normalized, ReadsWhatItWrites, WritesInPlace),
-    *(Arguments, Outputs, AuxiliaryLoss, NoOutput, CalledTwice, NoWeights),
+    *(
+        ChangesItsArgument,
+        IntegerOutput,
+        Arguments,
+        Outputs,
+        AuxiliaryLoss,
+        NoOutput,
+        CalledTwice,
+        NoWeights,
+    ),
     *(
         NoGradientOfInput,
         PartlyFrozen,

@@ -168,14 +168,14 @@ def test_mlx_fuses_outputs_with_a_common_root_into_one_kernel():
     assert len(apart) > len(fused) == 1
 
 
-# Bytes per parameter: kept between steps, and beyond that at the peak of an update. An
-# update writes new arrays for all that is kept, and the check joins eight leaves into
-# one, which takes half a byte for float32.
+# Bytes per parameter: kept between steps, and beyond that at the peak of an update. All
+# gradients are in memory before. A parameter waits for the one before, so new arrays
+# replace old ones; in 8 bits, an update has several kernels.
 MEMORY = {
-    "float32": (12, 12.5),
-    "bfloat16, 32 bits": (14, 14.25),
-    "bfloat16, 16 bits": (8, 8.25),
-    "bfloat16, 8 bits": (5, 5.25),
+    "float32": (12, 8),
+    "bfloat16, 32 bits": (14, 8),
+    "bfloat16, 16 bits": (8, 8),
+    "bfloat16, 8 bits": (5, 16),
 }
 
 
