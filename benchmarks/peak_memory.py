@@ -25,7 +25,6 @@ MANY_LAYERS, NARROW = 192, 204
 BARE = "AdamW, float32, MLX alone"
 RUNS = {BARE: Case()} | {k: x for k, x in CASES.items() if k.startswith("AdamW")}
 RUNS["AdamW, float32, state_bits=16"] = Case(state_bits=16)
-RUNS["AdamW, bfloat16, state_bits=8"] = Case(dtype=mx.bfloat16, state_bits=8)
 
 
 def measure(quick: bool = False) -> Rows:

@@ -179,7 +179,6 @@ MEMORY = {
     "AdamW, float16, state_bits=16": (8, 8.25),
     "AdamW, float32 computed in float16": (12, 12.25),
     "AdamW, float32, state_bits=16": (8, 8.5),
-    "AdamW, bfloat16, state_bits=8": (5, 5.25),
 }
 
 
