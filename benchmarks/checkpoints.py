@@ -1,12 +1,12 @@
 """How fast are PyTorch checkpoints read and written, and how much memory is needed?
 
-The checkpoint has 1 GB (64 MB with --quick); half of its tensors are float32 and half
-bfloat16. This package and PyTorch take turns, each call in a process of its own. Memory
-is the peak during the call minus the memory in use before, divided by the size of the
-tensors. This package syncs each file to disk, and torch.save does not, so it is also
-timed with a sync. This package also checks the CRC-32 of the data it loads.
+The checkpoint has 1.5 GiB (64 MiB with --quick); half of its tensors are float32 and
+half bfloat16. This package and PyTorch take turns in one process. Memory is the peak
+during a call minus the memory in use before, divided by the size of the file. This
+package syncs each file to disk, and torch.save does not, so it is also timed with a
+sync. This package also checks the CRC-32 of the data it loads.
 
-``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET`` measures one call.
+``python -m benchmarks.checkpoints load|save FOLDER SIZE ROUNDS`` measures one action.
 """
 
 import json
@@ -23,70 +23,55 @@ from typing import Any
 
 from .harness import NO_TORCH, Rows, lower_quartile
 
-MAKE = "make"
 _HAS_STATUS = Path("/proc/self/clear_refs").exists()
-CONTENDERS = {
-    "load": ("torch", "mlx_gradscale", "checksum alone"),
-    "save": ("torch", "torch and fsync", "mlx_gradscale"),
-}
 
 
 def measure(quick: bool = False) -> Rows:
     """Measure all contenders; without PyTorch, return only a note."""
     if find_spec("torch") is None:
         return NO_TORCH
-    size, rounds = (64e6, 3) if quick else (1e9, 5)
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    size, rounds = (2**26, 3) if quick else (3 * 2**29, 9)
+    rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "run.pt", Path(folder) / "out.pt"
-        total = _in_a_process(MAKE, str(source), str(size))["bytes"]
-        for _ in range(rounds):
-            for action, names in CONTENDERS.items():
-                for name in names:
-                    done = _in_a_process(f"{action} {name}", str(source), str(target))
-                    found.setdefault((action, name), []).append(done)
-                    target.unlink(missing_ok=True)
-    seconds = {
-        key: lower_quartile([each["seconds"] for each in values])
-        for key, values in found.items()
-    }
-    return [
-        {
-            "action": action,
-            "by": name,
-            "s": round(seconds[action, name], 3),
-            "of torch": round(seconds[action, name] / seconds[action, "torch"], 2),
-            "peak / size": round(max(each["bytes"] for each in values) / total, 2),
-        }
-        for (action, name), values in found.items()
-    ]
-
-
-def _in_a_process(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.checkpoints", *arguments]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    result: dict[str, float] = json.loads(done.stdout)
-    return result
+        for action in ("load", "save"):
+            command = [sys.executable, "-m", "benchmarks.checkpoints", action, folder]
+            command += [str(size), str(rounds)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+            rows += json.loads(done.stdout)
+    return rows
 
 
 def main() -> None:
-    """Run one contender in this process, and print its time and memory as JSON."""
-    contender, source, target = sys.argv[1:]
-    action, _, by = contender.partition(" ")
-    if action == MAKE:
-        result = {"bytes": make_checkpoint(source, float(target))}
-    elif by == "checksum alone":
-        data = Path(source).read_bytes()
-        result = _measure(lambda: zlib.crc32(data))
-    elif by == "mlx_gradscale":
-        result = _measure_ours(action, source, target)
-    else:
-        result = _measure_torch(action, source, target, sync=by.endswith("fsync"))
-    print(json.dumps(result))
+    """Measure one action in this process, and print its rows as JSON."""
+    action, folder, size, rounds = sys.argv[1:]
+    path = Path(folder) / "run.pt"
+    if action == "load":
+        _make_checkpoint(path, int(size))
+    runs = _loaders(path) if action == "load" else _savers(path)
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in runs}
+    for _ in range(int(rounds)):
+        for name, run in runs.items():
+            found[name].append(_measure(run))
+    seconds = {
+        name: lower_quartile([s for s, _ in rows]) for name, rows in found.items()
+    }
+    rows = [
+        {
+            "action": action,
+            "by": name,
+            "s": round(seconds[name], 3),
+            "of torch": round(seconds[name] / seconds["torch"], 2),
+            # Later calls reuse the memory of the first.
+            "peak / size": round(
+                max(grown for _, grown in found[name]) / path.stat().st_size, 2
+            ),
+        }
+        for name in runs
+    ]
+    print(json.dumps(rows))
 
 
-def make_checkpoint(path: str, size: float) -> int:
-    """Write a checkpoint with at least ``size`` bytes of tensors; return their size."""
+def _make_checkpoint(path: Path, size: int) -> None:
     import torch
 
     state: dict[str, Any] = {}
@@ -98,46 +83,50 @@ def make_checkpoint(path: str, size: float) -> int:
             state[f"layers.{len(state)}.{name}.weight"] = tensor
             total += tensor.nbytes
     torch.save({"model": state, "epoch": 3}, path)
-    return total
 
 
-def _measure_ours(action: str, source: str, target: str) -> dict[str, float]:
+def _loaders(path: Path) -> dict[str, Callable[[], Any]]:
     import mlx.core as mx
+    import torch
 
     from mlx_gradscale import torch_checkpoint
 
     mx.eval(mx.zeros(1))  # starts MLX's threads
-    if action == "load":
-        return _measure(lambda: torch_checkpoint.load(source))
-    state = torch_checkpoint.load(source)
-    return _measure(lambda: torch_checkpoint.save(target, state))
+    return {
+        "torch": lambda: torch.load(path, weights_only=True),
+        "mlx_gradscale": lambda: torch_checkpoint.load(path),
+        "checksum alone": lambda: zlib.crc32(path.read_bytes()),
+    }
 
 
-def _measure_torch(
-    action: str, source: str, target: str, sync: bool
-) -> dict[str, float]:
+def _savers(path: Path) -> dict[str, Callable[[], Any]]:
     import torch
 
-    if action == "load":
-        return _measure(lambda: torch.load(source, weights_only=True))
-    state = torch.load(source, weights_only=True)
+    from mlx_gradscale import torch_checkpoint
 
-    def save() -> None:
-        torch.save(state, target)
-        if sync:
-            with open(target, "rb+") as file:
-                os.fsync(file.fileno())
+    theirs, ours = torch.load(path, weights_only=True), torch_checkpoint.load(path)
+    target = path.with_name("out.pt")
 
-    return _measure(save)
+    def save_and_sync() -> None:
+        torch.save(theirs, target)
+        with open(target, "rb+") as file:
+            os.fsync(file.fileno())
+
+    return {
+        "torch": lambda: torch.save(theirs, target),
+        "torch and fsync": save_and_sync,
+        "mlx_gradscale": lambda: torch_checkpoint.save(target, ours),
+    }
 
 
-def _measure(call: Callable[[], Any]) -> dict[str, float]:
+def _measure(call: Callable[[], Any]) -> tuple[float, int]:
+    """Return the seconds of a call and the bytes by which it raised the peak."""
     before, start = _reset_peak(), time.perf_counter()
     kept = call()
     seconds = time.perf_counter() - start
     grown = _status("VmHWM") - before if _HAS_STATUS else _rusage_peak() - before
     del kept
-    return {"seconds": seconds, "bytes": grown}
+    return seconds, grown
 
 
 def _reset_peak() -> int:

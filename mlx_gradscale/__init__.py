@@ -19,19 +19,18 @@ from .core.finite import all_finite
 from .core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from .core.scaler import GradScaler
 from .float32 import find_float32_layers, float32_layers
-from .nonfinite_leaves import NonFinite, nonfinite
+from .grad_checkpoint import grad_checkpoint
 
 __all__ = [
     "GradScaler",
     "LossScaleOptimizer",
     "MasterWeightOptimizer",
-    "NonFinite",
     "__version__",
     "all_finite",
     "compile_step",
     "find_float32_layers",
     "float32_layers",
-    "nonfinite",
+    "grad_checkpoint",
     "restore_checkpoint",
     "save_checkpoint",
 ]

@@ -212,8 +212,9 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to plot. {search.problem}".strip())
-    n_lost = sum(row.overflows_inside or row.headroom < 0 for row in rows)
-    inside = [i for i, row in enumerate(rows) if row.overflows_inside]
+    fits = [row.headroom >= 0 for row in rows]
+    inside = [i for i, x in enumerate(rows) if fits[i] and x.layer in search.where]
+    n_lost = len(rows) - sum(fits) + len(inside)
     largest = [math.log2(row.largest) if row.largest else math.nan for row in rows]
     limit = math.log2(rows[0].maximum)
     dtype = "float16" if rows[0].maximum == Row.maximum else "bfloat16"

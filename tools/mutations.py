@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 PROJECT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".txt")
@@ -23,68 +22,53 @@ LIST = Path(__file__).with_suffix(".txt")
 RESULTS = {0: "MISSED", 1: "caught"}
 
 
-class Mutation(NamedTuple):
-    """A change of one file, and the tests that should notice it."""
-
-    file: str
-    tests: list[str]
-    old: str
-    new: str
-
-    def apply(self, project: Path) -> str:
-        """Change the file, and return its former text."""
-        path = project / "mlx_gradscale" / self.file
-        text = path.read_text()
-        if text.count(self.old) != 1:
-            sys.exit(f"{self.old!r} is not in {self.file} exactly once. Change {LIST}.")
-        path.write_text(text.replace(self.old, self.new))
-        return text
-
-
-def read_mutations(patterns: list[str]) -> list[Mutation]:
-    """Read the list, which has three lines for each mutation."""
+def read_mutations(patterns: list[str]) -> list[tuple[str, list[str], str, str]]:
+    """Return file, tests, text and replacement of each; raise if one is out of date."""
     lines = [x for x in LIST.read_text().splitlines() if x and x[0] != "#"]
     found = []
     for where, old, new in zip(*[iter(lines)] * 3, strict=True):
-        file, *tests = where.replace(":", "").split()
-        found.append(Mutation(file, tests, old.strip("- "), new.strip("+ ")))
-    return [x for x in found if not patterns or any(p in x.file for p in patterns)]
+        file, tests = where.split(": ")
+        old, new = old.removeprefix("- "), new.removeprefix("+ ")
+        if (PROJECT / "mlx_gradscale" / file).read_text().count(old) != 1:
+            sys.exit(f"{old!r} is not in {file} exactly once. Change {LIST}.")
+        if not patterns or any(pattern in file for pattern in patterns):
+            found.append((file, tests.split(), old, new))
+    return found
 
 
 def run_tests(project: Path, tests: list[str]) -> tuple[str, str]:
     """Run tests until one fails; return the result and the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests]
-    environment = os.environ | {"PYTHONPATH": str(project)}
     ended = subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests],
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(project)},
+        capture_output=True,
+        text=True,
     )
     failures = [x for x in ended.stdout.splitlines() if x.startswith("FAILED")]
-    first = failures[0].split(" - ")[0][7:] if failures else ""
+    first = failures[0].split(" - ")[0][7:] if failures else "no test"
     return RESULTS.get(ended.returncode, f"exit code {ended.returncode}"), first
 
 
 def main(patterns: list[str]) -> int:
-    mutations = read_mutations(patterns)
+    mutations, results = read_mutations(patterns), []
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder) / "project"
         ignored = shutil.ignore_patterns(".git", "__pycache__", "build")
         shutil.copytree(PROJECT, project, ignore=ignored)
-        for mutation in mutations:  # all of them, before the first test
-            text = mutation.apply(project)
-            (project / "mlx_gradscale" / mutation.file).write_text(text)
-        n_caught = 0
-        for mutation in mutations:
-            start, text = time.perf_counter(), mutation.apply(project)
-            result, first = run_tests(project, mutation.tests)
-            (project / "mlx_gradscale" / mutation.file).write_text(text)
-            n_caught += result == "caught"
+        for file, tests, old, new in mutations:
+            start, path = time.perf_counter(), project / "mlx_gradscale" / file
+            text = path.read_text()
+            path.write_text(text.replace(old, new))
+            result, first = run_tests(project, tests)
+            path.write_text(text)
             seconds = f"{time.perf_counter() - start:.0f} s"
             print(
-                f"{result:8}{seconds:>6}  {mutation.file}: {mutation.new}", flush=True
+                f"{result:8}{seconds:>6}  {file}: {new}\n{'':16}by {first}", flush=True
             )
-            print(f"                by {first}" if first else "", flush=True)
-    print(f"{n_caught} of {len(mutations)} mutations were caught.")
-    return n_caught < len(mutations)
+            results.append(result)
+    print(f"{results.count('caught')} of {len(results)} mutations were caught.")
+    return results.count("caught") < len(results)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from ..core.trees import flatten, walk
 from ..distributed import compare, raise_together, share
 from ..files.arrays import checksum
 from ..files.text import dtype_name
-from ..nonfinite_leaves import nonfinite
 from .folder import (
     Checkpoint,
     add_checkpoint,
@@ -205,8 +204,9 @@ def _check_values(
     state.pop("grad_norm", None)  # non-finite after a skipped step
     values = {"model": dict(flatten(model.trainable_parameters())), "optimizer": state}
     if not all_finite(values).item():
+        path = next(p for p, x in flatten(values) if not all_finite([x]).item())
         raise ValueError(
-            f"{nonfinite(values)[0].path} contains NaN or inf, so nothing was saved. "
+            f"{path} contains NaN or inf, so nothing was saved. "
             "Restore an earlier checkpoint, if there is one, to continue."
         )
     return {

@@ -13,10 +13,10 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..checkpoint import latest_checkpoint, read_checkpoint, save_checkpoint
+from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import EXPECTED, run_command
 from ..files.atomic import atomic_folder
-from ..files.paths import contains, read_json
+from ..files.paths import read_json
 from ..files.text import align, printable
 from .files import ConvertError, check_folder, check_target, read_source, write_source
 from .layouts import AXES
@@ -54,52 +54,43 @@ def parser() -> argparse.ArgumentParser:
         "and GradScaler state. Reads the path that exists and writes the other; if "
         "both exist, --to chooses the direction.",
     )
-    add = made.add_argument
-    for flag, text in (
-        ("--torch-path", "PyTorch checkpoint: a .pt or .safetensors file, or a "
-         "checkpoint folder of Accelerate or Transformers' Trainer"),
-        ("--mlx-path", "MLX checkpoint folder, as written by save_checkpoint"),
-        ("--like", "on the way back, the PyTorch checkpoint whose values to replace; "
-         "default: the one that the run came from"),
-        ("--names", "file that lists the names of the optimizer's parameters, one per "
-         "line, in the order of model.named_parameters() in PyTorch"),
+    path: dict[str, Any] = {"type": Path, "metavar": "PATH"}
+    many: dict[str, Any] = {"action": "append", "default": []}
+    pairs = many | {"type": _pair}
+    for flag, settings, text in (
+        ("torch-path", path | {"required": True}, "PyTorch checkpoint: a .pt or "
+         ".safetensors file, or a checkpoint folder of Accelerate or Transformers' "
+         "Trainer"),
+        ("mlx-path", path | {"required": True}, "MLX checkpoint folder, as written by "
+         "save_checkpoint"),
+        ("like", path, "on the way back, the PyTorch checkpoint whose values to "
+         "replace; default: the one that the run came from"),
+        ("names", path, "file that lists the names of the optimizer's parameters, one "
+         "per line, in the order of model.named_parameters() in PyTorch"),
+        ("model", {"metavar": "MODULE:NAME"}, "the MLX model, which determines names, "
+         "layouts and shapes: a Module or a function that returns one, as MODULE:NAME, "
+         "or the folder or config.json of an mlx-lm model. MODULE:NAME imports the "
+         "module, which runs its code; no other option runs code"),
+        ("to", {"choices": ("mlx", "torch")}, "direction of the conversion; required "
+         "if both paths exist"),
+        ("rename", pairs | {"metavar": "OLD=NEW"}, "rename PyTorch tensors: a regular "
+         "expression and, after the last =, its replacement"),
+        ("layout", pairs | {"metavar": "PATTERN=LAYOUT"}, "set the layout of the "
+         f"PyTorch tensors that match a shell pattern: {', '.join(AXES)}"),
+        ("drop", many | {"metavar": "PATTERN"}, "ignore the PyTorch tensors that match "
+         "a shell pattern"),
+        ("accept", many | {"metavar": "SETTING"}, "ignore an optimizer setting in "
+         "which PyTorch and MLX differ; the error about the difference names the "
+         "setting"),
+        ("overwrite", {"action": "store_true"}, "replace an existing checkpoint"),
+        ("dry-run", {"action": "store_true"}, "print the planned conversion without "
+         "writing anything"),
     ):  # fmt: skip
-        is_needed = flag.endswith("-path")
-        add(flag, type=Path, metavar="PATH", help=text, required=is_needed)
-    add(
-        "--model",
-        metavar="MODULE:NAME",
-        help="the MLX model, which determines names, layouts and shapes: a Module or a "
-        "function that returns one, as MODULE:NAME, or the folder or config.json of an "
-        "mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
-        "option runs code",
-    )
-    add(
-        "--to",
-        choices=("mlx", "torch"),
-        help="direction of the conversion; required if both paths exist",
-    )
-    for flag, form, text in (
-        ("--rename", "OLD=NEW", "rename PyTorch tensors: a regular expression and, "
-         "after the last =, its replacement"),
-        ("--layout", "PATTERN=LAYOUT", "set the layout of the PyTorch tensors that "
-         f"match a shell pattern: {', '.join(AXES)}"),
-        ("--drop", "PATTERN", "ignore the PyTorch tensors that match a shell pattern"),
-        ("--accept", "SETTING", "ignore an optimizer setting in which PyTorch and MLX "
-         "differ; the error about the difference names the setting"),
-    ):  # fmt: skip
-        kind = _pair if flag in ("--rename", "--layout") else str
-        add(flag, action="append", default=[], metavar=form, type=kind, help=text)
+        made.add_argument(f"--{flag}", help=text, **settings)
     for name in SECTIONS:
         text = f"key of the {name} in the checkpoint"
         text += "" if name == "model" else "; '' leaves it out"
-        add(f"--{name}-key", metavar="KEY/KEY", help=text)
-    add("--overwrite", action="store_true", help="replace an existing checkpoint")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print the planned conversion without writing anything",
-    )
+        made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
     return made
 
 
@@ -149,11 +140,6 @@ def _convert(arguments: argparse.Namespace) -> None:
         raise FileNotFoundError(
             f"Neither {torch_path} nor {mlx_path} exists. Check the paths."
         )
-    if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
-        raise ConvertError(
-            f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "
-            "is inside the other. Use two separate paths."
-        )
     target = arguments.to or ("mlx" if sides["mlx"] else "torch")
     (_to_mlx if target == "mlx" else _to_torch)(arguments)
 
@@ -164,9 +150,8 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     model, options = _model(arguments.model), _options(arguments)
     plan = make_plan(read_source(original), model, options)
     run = load(plan, model)
-    _print_notes(run.notes)
+    _report(run.notes, plan, path, arguments.dry_run)
     if arguments.dry_run:
-        print(_describe(plan, original, path))
         return
     step = max((group.step for group in plan.groups), default=0)
     # The step is 0 if it is unknown: PyTorch's SGD does not save a step count.
@@ -190,59 +175,37 @@ def _advice(path: str, run: TorchRun, model: str) -> list[str]:
     """Return lines to print after a conversion, with code to paste."""
     if run.optimizer is None:
         return ["There is no optimizer. The weights are in save-*/model.safetensors."]
-    has_scaler = run.scaler is not None
     module, _, name = model.partition(":")
     created = [f"from {module} import {name}", f"model = {name}()"] if name else []
-    lines = [
+    scaler = ["scaler = GradScaler()"] if run.scaler else []
+    return [
         "To resume:" if created else "To resume, create the model, and then:",
         "from mlx_gradscale import GradScaler, convert, restore_checkpoint",
         *created,
         f"optimizer = convert.build_optimizer({path!r})",
-        *["scaler = GradScaler()"] * has_scaler,
-        f"restore_checkpoint({path!r}, model, optimizer{', scaler' * has_scaler})",
+        *scaler,
+        f"restore_checkpoint({path!r}, model, optimizer{', scaler' if scaler else ''})",
     ]
-    scaling = [
-        "The run has no scaler. To train in float16, find a first loss scale:",
-        "import mlx.core as mx; from mlx_gradscale.diagnostics import calibrate; "
-        "scaler = GradScaler(); calibrate(scaler, model, loss_fn, *batch, "
-        "compute_dtype=mx.float16)",
-    ]
-    return lines if has_scaler else lines + scaling
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
     folder, path, like = arguments.mlx_path, arguments.torch_path, arguments.like
     model, options, rows = _model(arguments.model), _options(arguments), None
-    is_save = folder.name.startswith("save-")  # one of a run's checkpoints
-    run = folder.resolve().parent if is_save else folder
-    if (run / ORIGIN).exists() and (model is None or like is None):
-        original, rows, kept = read_origin(run)
-        accept = (*kept.accept, *options.accept)
-        if options != Options(accept=options.accept):
-            raise ConvertError(
-                f"{run / ORIGIN} already contains all options except --accept. Omit "
-                "the others, or pass --like and --model too."
-            )
-        options = Options(keys=kept.keys, names=kept.names, accept=accept)
+    saved = read_checkpoint(folder)
+    if model is None or like is None:
+        is_save = folder.name.startswith("save-")  # one of a run's checkpoints
+        run = folder.resolve().parent if is_save else folder
+        original, rows, options = read_origin(run, options)
         if like is None:
             check_original(run, original)
             like = original
-    if like is None:
-        latest_checkpoint(run)  # raises if there is no run at all
-        raise ConvertError(
-            f"{run} has no {ORIGIN}, so its PyTorch checkpoint is unknown. Pass an "
-            "existing PyTorch checkpoint of the same model with --like, and the model "
-            "with --model."
-        )
     print(f"Reading {printable(like)}", file=sys.stderr)
     source = read_source(like)
     check_target(path, source, arguments.overwrite)
     plan = make_plan(source, model, options, rows)
-    notes = fill(plan, unwrap(read_checkpoint(folder)), options.accept)
-    _print_notes(notes)
-    if arguments.dry_run:
-        print(_describe(plan, folder, path))
-    else:
+    notes = fill(plan, unwrap(saved), options.accept)
+    _report(notes, plan, path, arguments.dry_run)
+    if not arguments.dry_run:
         write_source(path, source)
         print(f"Wrote {printable(path)}.")
 
@@ -280,11 +243,12 @@ def _mlx_lm_model(path: Path) -> nn.Module:
     """
     config = read_json(path / "config.json" if path.is_dir() else path)
     kind = config.get("model_type") if isinstance(config, dict) else None
-    plain = str(kind).replace("-", "_").replace(".", "_")
-    is_plain = isinstance(kind, str) and plain.isidentifier() and ".." not in kind
-    if not is_plain or "model_file" in config:
+    problem = ""
+    if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", kind):
+        problem = "has no valid model_type in its config"
+    elif "model_file" in config:
         problem = "needs its own code (model_file), which this command does not run"
-        problem = problem if is_plain else "has no valid model_type in its config"
+    if problem:
         raise ConvertError(f"--model {path} {problem}. Pass the model as MODULE:NAME.")
     from mlx_lm.utils import _get_classes
 
@@ -293,21 +257,18 @@ def _mlx_lm_model(path: Path) -> nn.Module:
     return model
 
 
-def _print_notes(notes: Sequence[str]) -> None:
+def _report(notes: Sequence[str], plan: Plan, target: Path, is_dry: bool) -> None:
+    """Print the notes, and for ``--dry-run`` the plan."""
     for note in dict.fromkeys(notes):
         print(f"note: {printable(note)}", file=sys.stderr)
-
-
-def _describe(plan: Plan, source: Path, target: Path) -> str:
-    """Return the text that ``--dry-run`` prints."""
-    table = [("PyTorch", "MLX", "layout")]
-    table += [(n, ", ".join(row.mlx), row.layout) for n, row in plan.table.rows.items()]
-    lines = [f"{printable(source)} -> {printable(target)} (dry run)", ""]
-    lines += [align(table, left=3)]
-    lines += [
-        f"{group.kind} at step {group.step}, parameters: {len(group.rows)}"
-        for group in plan.groups
-    ]
-    if plan.sections.scaler is not None:
-        lines.append(f"scaler: {printable(show(plan.sections.scaler))}")
-    return "\n".join(lines)
+    if is_dry:
+        table = [("PyTorch", "MLX", "layout")]
+        rows = plan.table.rows.items()
+        table += [(name, ", ".join(row.mlx), row.layout) for name, row in rows]
+        print(f"{printable(target)} would be written (dry run):")
+        print(align(table, left=3))
+        for group in plan.groups:
+            count = len(group.rows)
+            print(f"{group.kind} at step {group.step}, parameters: {count}")
+        if plan.sections.scaler is not None:
+            print("scaler:", printable(show(plan.sections.scaler)))

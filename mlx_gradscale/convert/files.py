@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,26 +15,17 @@ import mlx.core as mx
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_folder
 from ..files.paths import check_file, read_json
-from ..files.text import dtype_name, list_some
-from ..torch_checkpoint import (
-    CheckpointError,
-    Tensor,
-    plain_value,
-    read_all,
-    save,
-    shapes,
-)
+from ..files.text import list_some
+from ..torch_checkpoint import CheckpointError, Tensor, plain_value, save, shapes
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
 CONTAINERS = (dict, list, tuple)
-TENSORS = (mx.array, Tensor)
-_PLAIN = (bool, int, float, str, list, tuple)
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"
 )
-_SHARD = re.compile(r"((\w+_)?model)-\d{1,6}-of-(\d{1,6})\.(safetensors|bin)")
+_SHARD = re.compile(r"((\w+_)?model)-\d{1,6}-of-(\d{1,6})(\.safetensors|\.bin)")
 
 
 class ConvertError(ValueError):
@@ -45,8 +37,9 @@ class Source:
     """A PyTorch checkpoint whose containers may be edited.
 
     Attributes:
-        tree (Any): The object in a file; for a folder, a dict from file names to their
-            objects, in which a sharded model has the name of a single file.
+        tree (Any): The object in a file, with a ``Tensor`` for every tensor; for a
+            folder, a dict from file names to their objects, in which a sharded model
+            has the name of a single file.
         others (dict, optional): For a folder, the paths of all other files by name.
             They are copied.
         notes (list): Notes on files that were left out.
@@ -63,29 +56,11 @@ class Source:
         return state if isinstance(state, dict) else {}
 
 
-def read_tensors(tensors: Iterable[Any]) -> dict[int, mx.array]:
-    """Return the values of tensors by ``id``. Tied tensors are one object."""
-    wanted = {id(tensor): tensor for tensor in tensors}
-    lazy = {key: x for key, x in wanted.items() if isinstance(x, Tensor)}
-    return wanted | dict(zip(lazy, read_all(lazy.values()), strict=True))
-
-
-def read(tensor: Any) -> mx.array:
-    """Return the values of a tensor."""
-    return tensor.read() if isinstance(tensor, Tensor) else tensor
-
-
-def mlx_dtype(tensor: Any) -> mx.Dtype | None:
-    """Return MLX's dtype of a tensor, or None if MLX does not have it."""
-    dtype = getattr(mx, dtype_name(tensor), None)
-    return dtype if isinstance(dtype, mx.Dtype) else None
-
-
 def number(value: Any) -> Any:
     """Convert tensors of one element and NumPy scalars to numbers."""
-    if isinstance(value, TENSORS) and value.shape in ((), (1,)):
-        return read(value).item()
-    return value if value is None or type(value) in _PLAIN else plain_value(value)
+    if isinstance(value, Tensor) and value.shape in ((), (1,)):
+        return value.read().item()
+    return plain_value(value)
 
 
 def items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -97,16 +72,10 @@ def items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def match_type(value: Any, old: Any) -> Any:
     """Convert a new value to the type of the tensor, tuple or number it replaces."""
-    if isinstance(old, TENSORS):
-        if not isinstance(value, mx.array):
-            value = mx.array(value).reshape(old.shape)
-        dtype = mlx_dtype(old)
-        if dtype is not None and dtype != value.dtype:
-            # MLX supports float64 only on the CPU.
-            stream = mx.cpu if dtype == mx.float64 else None
-            value = value.astype(dtype, stream=stream)
-        # A Parameter stays one.
-        return old.replace(value) if isinstance(old, Tensor) else value
+    if isinstance(old, Tensor):
+        array = mx.array(value).reshape(old.shape)
+        # MLX supports float64 only on the CPU.
+        return old.replace(array.astype(getattr(mx, old.dtype), stream=mx.cpu))
     is_whole = type(old) is int and float(value).is_integer()
     is_kept = isinstance(old, (bool, float, tuple))
     return type(old)(value) if is_whole or is_kept else value
@@ -115,22 +84,25 @@ def match_type(value: Any, old: Any) -> Any:
 def read_source(path: str | os.PathLike[str]) -> Source:
     """Read a PyTorch checkpoint; tensors of ``.pt`` files are read when needed."""
     path = Path(path)
-    shard = _SHARD.fullmatch(path.name)
-    if shard and int(shard[3]) > 1:
-        raise ConvertError(
-            f"{path} is one shard of a model. Pass the folder {path.parent} instead."
-        )
     # The reader refuses a torch.distributed.checkpoint folder and says what to do.
     if not path.is_dir() or (path / ".metadata").is_file():
         return Source(_read_file(path))
-    names = sorted(os.listdir(path))
-    shards: dict[str, list[re.Match[str]]] = {}
-    for match in filter(None, map(_SHARD.fullmatch, names)):
-        shards.setdefault(f"{match[1]}.{match[4]}", []).append(match)
-    tree = {whole: _read_shards(path, parts) for whole, parts in shards.items()}
-    for name in names:
-        if _SECTION.fullmatch(name) or (name == TRAINER and tree):
-            tree.setdefault(name, _read_file(_inside(path / name)))
+    tree: dict[str, Any] = {}
+    others, wholes = sorted(os.listdir(path)), Counter[str]()
+    shards = [match for match in map(_SHARD.fullmatch, others) if match]
+    for shard in shards:
+        whole = shard[1] + shard[4]
+        wholes[whole] += 1
+        tree.setdefault(whole, {}).update(_read_file(_inside(path / shard[0])))
+        others.remove(shard[0])
+    short = [x[0] for x in shards if wholes[x[1] + x[4]] != int(x[3])]
+    if short:
+        raise ConvertError(
+            f"{path} does not contain exactly the shards that belong to {short[0]}. "
+            "Add missing shards, and remove those of other checkpoints."
+        )
+    for name in filter(_SECTION.fullmatch, others):
+        tree.setdefault(name, _read_file(_inside(path / name)))
     if not tree:
         raise ConvertError(
             f"{path} contains no file with a name that Trainer or Accelerate uses, "
@@ -138,43 +110,25 @@ def read_source(path: str | os.PathLike[str]) -> Source:
             "instead. For DeepSpeed ZeRO, run zero_to_fp32.py on the folder and "
             "convert the weights that it writes."
         )
-    used = {*tree, *(f"{whole}.index.json" for whole in shards)}
-    used |= {part[0] for parts in shards.values() for part in parts}
-    others = [name for name in names if name not in used]
-    copied = {name: path / name for name in others if _is_plain(path / name)}
-    left = [name for name in others if name not in copied]
+    if TRAINER in others:
+        tree[TRAINER] = read_json(_inside(path / TRAINER))
+    unused = [
+        n for n in others if n not in {*tree, *(f"{x}.index.json" for x in wholes)}
+    ]
+    copied = {name: path / name for name in unused if _is_plain(path / name)}
+    left = [name for name in unused if name not in copied]
     note = "These files or folders were left out, because only regular files that are "
     note += f"not hidden are copied: {list_some(left)}."
     return Source(dict(sorted(tree.items())), copied, [note] if left else [])
 
 
 def _read_file(path: Path) -> Any:
-    if path.name == TRAINER:
-        return read_json(path)
     if path.suffix.lower() == ".safetensors":
-        return dict(sorted(read_arrays(path).items()))
+        return {name: Tensor.of(x) for name, x in sorted(read_arrays(path).items())}
     try:
         return shapes(path)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _read_shards(path: Path, parts: list[re.Match[str]]) -> dict[str, Any]:
-    tensors: dict[str, Any] = {}
-    for part in parts:
-        content = _read_file(_inside(path / part[0]))
-        if not _has_only_tensors(content) or tensors.keys() & content.keys():
-            raise ConvertError(
-                f"The shard {part[0]} contains a value that is not a named tensor, or "
-                "that another shard contains too. Save the model again."
-            )
-        tensors |= content
-    if len(parts) != int(parts[0][3]):
-        raise ConvertError(
-            f"{parts[0][0]} is one of {parts[0][3]} shards, but {path} contains "
-            f"{len(parts)}. Add missing shards, and remove those of other checkpoints."
-        )
-    return tensors
 
 
 def _is_plain(file: Path) -> bool:
@@ -234,21 +188,16 @@ def _write_file(path: Path, content: Any) -> None:
     if path.name == TRAINER:
         # This is the format of Transformers.
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    elif path.suffix.lower() == ".safetensors":
-        if not _has_only_tensors(content):
-            raise ConvertError(
-                f"{path.name} cannot store this checkpoint, because a safetensors file "
-                "holds only named tensors. Use a path that ends in .pt."
-            )
+    elif path.suffix.lower() != ".safetensors":
+        save(path, content)
+    elif isinstance(content, dict) and all(
+        isinstance(x, Tensor) for x in content.values()
+    ):
         # Transformers and Accelerate refuse a file without this metadata.
-        arrays = {name: read(tensor) for name, tensor in content.items()}
+        arrays = {name: tensor.read() for name, tensor in content.items()}
         write_arrays(path, arrays, {"format": "pt"})
     else:
-        save(path, content)
-
-
-def _has_only_tensors(content: Any) -> bool:
-    return isinstance(content, dict) and all(
-        isinstance(key, str) and isinstance(value, TENSORS)
-        for key, value in content.items()
-    )
+        raise ConvertError(
+            f"{path.name} cannot store this checkpoint, because a safetensors file "
+            "holds only named tensors. Use a path that ends in .pt."
+        )

@@ -19,11 +19,20 @@ LORA_SCALE = (
     "adapter_config.json to PEFT's lora_alpha / r, or to lora_alpha / sqrt(r) if "
     "use_rslora was set."
 )
-NO_SCALER = (
-    "The checkpoint has no state of PyTorch's GradScaler, so the scaler is new. To "
-    "find a first loss scale: from mlx_gradscale.diagnostics import calibrate; "
-    "calibrate(run.optimizer, model, loss_fn, *batch)"
+GIVEN_IN_ORDER = (
+    "The given names were assigned to the optimizer's groups in order. If they are in "
+    "the order of model.named_parameters(), list them group by group instead."
 )
+
+
+def doubt_order(modules: Sequence[str]) -> str:
+    """Return a note on an order of parameters that nothing confirms."""
+    return (
+        "The optimizer does not store the names of its parameters, so the order of the "
+        "model's state dict was used. Shapes alone cannot confirm it, because "
+        f"{list_some(modules, 3)} have equal shapes. If the optimizer was created with "
+        f"another order, their moments are swapped. {advise_names()}"
+    )
 
 
 def advise_names(some_are_left: bool = False) -> str:

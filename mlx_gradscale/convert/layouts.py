@@ -14,7 +14,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
-from .files import ConvertError
+from ..files.text import dtype_name
+from .files import ConvertError, match_type
 
 Shape = tuple[int, ...]
 
@@ -62,6 +63,25 @@ class Row:
             return mx.concatenate(held)
         axes = AXES[self.layout][1](held[0].ndim)
         return mx.transpose(held[0], np.argsort(axes).tolist())
+
+    def write(
+        self,
+        held: dict[str, Any],
+        name: str,
+        arrays: Mapping[str, mx.array],
+        like: Any = None,
+    ) -> None:
+        """Replace a tensor by MLX's values, or add one of the same type as ``like``.
+
+        A tensor that MLX only rounded is kept, and zeros are not added.
+        """
+        old, new, same = held.get(name), self.to_torch(arrays), None
+        if old is None:
+            same = mx.zeros_like(new)
+        elif old.dtype != dtype_name(new):
+            same = old.read().astype(new.dtype, stream=mx.cpu)
+        if same is None or not mx.array_equal(same, new, equal_nan=True).item():
+            held[name] = match_type(new, like if old is None else old)
 
     def mlx_shapes(self, shape: Shape) -> list[Shape]:
         """Return the MLX shapes, or the PyTorch shape if the layout does not apply."""

@@ -50,21 +50,19 @@ IGNORED = {
     *(DECOUPLED, "initial_accumulator_value"),
 }
 # Values that turn settings off, if not 0 or False.
-_OFF = {"cautious_factor": 1, "bias_correction": 1}
-_MAXIMIZE = {
-    "maximize": "MLX only minimizes. Negate the loss and set maximize to False"
-}
-_REFUSED_ADAM = _MAXIMIZE | {
-    "amsgrad": "MLX does not track the largest second moment",
-    "bias_correction": "PyTorch always corrects the bias, so the two differ "
-    "in early steps. For new MLX runs, pass bias_correction=True",
-}
+OFF = {"cautious_factor": 1, "bias_correction": 1}
+# What no optimizer in MLX has.
+REFUSED = {"maximize": "MLX only minimizes. Negate the loss and set maximize to False"}
 _L2 = {"weight_decay": "MLX's version does not add weight_decay * w to the gradient"}
-_CAUTIOUS = "MLX's Lion has no cautious masking"
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
     "required": {"betas", "eps", "amsgrad"},
     "forced": {"bias_correction": True},
+}
+_REFUSED_ADAM = {
+    "amsgrad": "MLX does not track the largest second moment",
+    "bias_correction": "PyTorch always corrects the bias, so the two differ in early "
+    "steps. For new MLX runs, pass bias_correction=True",
 }
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
@@ -88,8 +86,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         refused={
             "dampening": "PyTorch initializes the momentum with the gradient, and MLX "
             "with (1 - dampening) times the gradient"
-        }
-        | _MAXIMIZE,
+        },
         has_step=False,
     ),
     "RMSprop": OptimizerSpec(
@@ -97,28 +94,26 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         slots={"square_avg": "v"},
         settings=("alpha", "eps"),
         required={"alpha", "centered", "momentum"},
-        refused={
+        refused=_L2
+        | {
             "momentum": "MLX's RMSprop has no momentum",
             "centered": "MLX's RMSprop does not track the mean gradient",
-        }
-        | _L2
-        | _MAXIMIZE,
+        },
     ),
     "Adagrad": OptimizerSpec(
         optim.Adagrad,
         slots={"sum": "v"},
         settings=("eps",),
         required={"lr_decay", "eps", "initial_accumulator_value"},
-        refused={"lr_decay": "MLX's Adagrad has no lr_decay. Use a schedule instead"}
-        | _L2
-        | _MAXIMIZE,
+        refused=_L2
+        | {"lr_decay": "MLX's Adagrad has no lr_decay. Use a schedule instead"},
     ),
     "Adadelta": OptimizerSpec(
         optim.AdaDelta,
         slots={"square_avg": "v", "acc_delta": "u"},
         settings=("rho", "eps"),
         required={"rho", "eps"},
-        refused=_L2 | _MAXIMIZE,
+        refused=_L2,
     ),
     # google/automl, lion-pytorch and timm share this layout: a single exp_avg.
     "Lion": OptimizerSpec(
@@ -127,11 +122,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=("betas", "weight_decay"),
         required={"betas", "weight_decay"},
         refused={
-            "caution": _CAUTIOUS,
-            "cautious_factor": _CAUTIOUS,
+            "caution": "MLX's Lion has no cautious masking",
+            "cautious_factor": "MLX's Lion has no cautious masking",
             "corrected_weight_decay": "MLX's Lion decays by lr * weight_decay",
-        }
-        | _MAXIMIZE,
+        },
         has_step=False,
         note="MLX's Lion decays weights by lr * weight_decay. If the run used "
         "lion_pytorch with decoupled_weight_decay=True, which its state does not "
@@ -188,28 +182,21 @@ def plain_setting(value: Any) -> Any:
     return number(value)
 
 
-def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
-    """Return unsupported settings that are on, with the values that turn them off."""
+def find_refused(spec: OptimizerSpec, settings: Settings) -> dict[str, str]:
+    """Return unsupported settings that are on, with what MLX does instead."""
     return {
-        key: _OFF.get(key, 0)
-        for key in spec.refused
-        if plain_setting(group.get(key)) not in (_OFF.get(key, 0), None)
+        key: text
+        for key, text in (spec.refused | REFUSED).items()
+        if plain_setting(settings.get(key)) not in (OFF.get(key, 0), None)
     }
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
     """Return ``{sentence: setting}`` for unsupported settings that are on."""
-    found = {
-        f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
-        for key in refused_settings(spec, settings)
+    return {
+        f"{whose} has {key}={plain_setting(settings[key])!r}. {text}.": key
+        for key, text in find_refused(spec, settings).items()
     }
-    is_decayed = spec.mlx is optim.AdamW and plain_setting(settings["weight_decay"])
-    if is_decayed and "lr" in settings and settings.get(DECOUPLED) is not True:
-        found[
-            "The PyTorch version that saved the optimizer did not record whether it is "
-            "AdamW, which MLX has, or Adam with weight decay, which differs."
-        ] = DECOUPLED
-    return found
 
 
 def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:

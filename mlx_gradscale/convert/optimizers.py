@@ -13,17 +13,21 @@ import mlx.optimizers as optim
 
 from ..checkpoint import Checkpoint
 from ..files.text import list_some
-from .files import TENSORS, ConvertError, match_type, number
+from ..torch_checkpoint import Tensor
+from .files import ConvertError, match_type, number
 from .groups import Group, Index
 from .layouts import Row
 from .optimizer_table import (
+    DECOUPLED,
     IGNORED,
+    OFF,
     OPTIMIZERS,
+    REFUSED,
     SCHEDULED,
     check_differences,
     differences,
+    find_refused,
     plain_setting,
-    refused_settings,
 )
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
@@ -36,7 +40,7 @@ def plan_groups(
     rows: Mapping[str, Row],
     trainer_step: Any = None,
 ) -> None:
-    """Set the parameters, steps and prefixes of the groups.
+    """Set the rows, steps and prefixes of the groups.
 
     ``names`` are the PyTorch names of all parameters, group by group. ``trainer_step``
     is the default for step counts that PyTorch did not save.
@@ -44,10 +48,10 @@ def plan_groups(
     left = iter(names)
     known: list[dict[int, str]] = []  # MLX has one step count per optimizer
     for group in groups:
-        own = dict(zip(group.settings["params"], left, strict=False))
+        own = dict(zip(group.slots, left, strict=False))
         group.rows = {i: rows[name] for i, name in own.items() if name in rows}
-        steps = {row: group.slots(i).get("step") for i, row in group.rows.items()}
-        counts = {int(number(x)): r.torch for r, x in steps.items() if x is not None}
+        steps = {row.torch: group.slots[i].get("step") for i, row in group.rows.items()}
+        counts = {int(number(x)): n for n, x in steps.items() if x is not None}
         if len(counts) > 1:
             shown = [f"{name} at {step}" for step, name in sorted(counts.items())]
             raise ConvertError(
@@ -76,7 +80,13 @@ def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
     for group in groups:
         spec, settings = group.spec, group.settings
         found |= differences(spec, group.kind, settings)
-        known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
+        is_decayed = group.kind == "AdamW" and plain_setting(settings["weight_decay"])
+        if is_decayed and settings.get(DECOUPLED) is not True:
+            found[
+                "The PyTorch version that saved the optimizer did not record whether "
+                "it is AdamW, which MLX has, or Adam with weight decay, which differs."
+            ] = DECOUPLED
+        known = {*spec.settings, *spec.required, *spec.refused, *REFUSED, *IGNORED}
         found |= {
             f"The parameter groups have the key {key!r}, which {group.kind} does not "
             "have, so this may be a different optimizer.": key
@@ -109,67 +119,17 @@ def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
     return notes
 
 
-def list_moments(groups: Sequence[Group]) -> list[Any]:
-    """Return the tensors of the optimizer state that MLX needs."""
-    return [
-        group.slots(index)[slot]
-        for group in groups
-        for index in group.rows
-        for slot in group.spec.slots
-        if group.slots(index).get(slot) is not None
-    ]
-
-
-def to_mlx(
-    groups: Sequence[Group],
-    tensors: Mapping[str, Any],
-    values: Mapping[Any, mx.array],
-) -> dict[str, mx.array]:
-    """Return the flat MLX optimizer state, with zeros where PyTorch has no state.
-
-    ``values`` are the values of the tensors by ``id``.
-    """
-    flat: dict[str, mx.array] = {}
-    for group in groups:
-        prefix, rate = group.prefix, number(group.settings["lr"])
-        flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
-        flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
-        for index, row in group.rows.items():
-            like = values[id(tensors[row.torch])]
-            for theirs, ours in group.spec.slots.items():
-                moment = group.slots(index).get(theirs)
-                moment = (
-                    mx.zeros_like(like, stream=mx.cpu)
-                    if moment is None
-                    else values[id(moment)]
-                )
-                if moment.shape != like.shape:
-                    raise ConvertError(
-                        f"{theirs} of {row.torch} has shape {moment.shape}, and the "
-                        f"parameter has shape {like.shape}. {_ANOTHER}"
-                    )
-                for name, array in row.to_mlx(moment).items():
-                    flat[f"{prefix}{name}.{ours}"] = array
-    return flat
-
-
-_ANOTHER = "Save the model and the optimizer of one run together."
-
-
 def to_torch(
     groups: Sequence[Group],
     tensors: Mapping[str, Any],
     run: Checkpoint,
     accept: Collection[str],
-    new: dict[Any, mx.array],
 ) -> list[str]:
-    """Write an MLX run's optimizer into PyTorch's state dicts, and return notes.
+    """Write an MLX run's optimizer into PyTorch's groups, and return notes.
 
-    The values of tensors that are there already are added to ``new`` by ``id``.
-    The weights, ``tensors``, determine the dtypes of other moments.
+    New slots have the types of the parameters, ``tensors``.
     """
-    flat, settings = run.optimizer, run.description["settings"]
-    next_rates = run.description["next_rates"]
+    settings, next_rates = run.description["settings"], run.description["next_rates"]
     count = len(groups) if groups[0].prefix else 1
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
@@ -180,14 +140,8 @@ def to_torch(
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
     for i, group in enumerate(groups):
-        at, prefix = i if group.prefix else 0, group.prefix
-        used = settings[at]
-        step = float(_required(flat, f"{prefix}step").item())
-        if not 0 <= step < 2**53:
-            raise ConvertError(
-                f"{prefix}step in the MLX optimizer's state must be from 0 to 2**53, "
-                f"got {step:g}. Set it to the number of steps taken."
-            )
+        at = i if group.prefix else 0
+        used, next_rate = settings[at], next_rates[at]
         if used["class"] != group.spec.mlx.__name__:
             raise ConvertError(
                 f"The MLX optimizer is {used['class']}, but the original's optimizer "
@@ -195,18 +149,13 @@ def to_torch(
                 f"{used['class']} as like= (--like)."
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
-        for index, row in group.rows.items():
-            slots = _torch_slots(group, index, tensors[row.torch], flat, int(step))
-            for slot, value in slots.items():
-                old = group.slots(index).get(slot)
-                if isinstance(old, TENSORS):
-                    new[id(old)] = value
-                else:
-                    group.set_slot(index, slot, value)
-        rate = _required(flat, f"{prefix}learning_rate").item()
+        step, rate = (
+            float(run.optimizer[f"{group.prefix}{key}"])
+            for key in ("step", "learning_rate")
+        )
         if "learning_rate" in used["schedules"]:
-            if next_rates[at] is not None and math.isfinite(next_rates[at]):
-                rate = next_rates[at]
+            if next_rate is not None and math.isfinite(next_rate):
+                rate = next_rate
                 rates[f"{rate:.6g}"] = None
             else:
                 found[
@@ -215,12 +164,10 @@ def to_torch(
                     "needs the next one. Restore the checkpoint in MLX with the "
                     "schedule, and save it again."
                 ] = "learning_rate"
-        for key, value in _changed_settings(group, used["values"], rate).items():
-            old = group.settings.get(key)
-            if isinstance(old, TENSORS):
-                new[id(old)] = value
-            else:
-                group.set(key, value)
+        for index, row in group.rows.items():
+            _write_slots(group, index, tensors[row.torch], run.optimizer, int(step))
+        _write_settings(group, used["values"], rate)
+        group.write()
     notes = check_differences(found, accept)
     if rates:
         notes.append(
@@ -230,53 +177,24 @@ def to_torch(
     return notes
 
 
-def _required(flat: Mapping[str, Any], key: str) -> Any:
-    if key not in flat:
-        raise ConvertError(
-            f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
-            "trainable_parameters()) or take a step before saving."
-        )
-    # A schedule may have left a Python number in the state.
-    value = flat[key]
-    return value if isinstance(value, mx.array) else mx.array(value)
-
-
-def _torch_slots(
+def _write_slots(
     group: Group, index: Index, like: Any, flat: Mapping[str, mx.array], step: int
-) -> dict[str, Any]:
-    """Return a parameter's slots to write, or ``{}`` if PyTorch's are still right.
-
-    New slots have the dtype of the parameter, ``like``, as in PyTorch.
-    """
-    row, old, spec = group.rows[index], group.slots(index), group.spec
-    names = {
-        slot: [f"{group.prefix}{name}.{ours}" for name in row.mlx]
-        for slot, ours in spec.slots.items()
-    }
-    if not any(key in flat for keys in names.values() for key in keys):
-        return {}  # frozen in MLX
-    written: dict[str, Any] = {}
-    is_zero = True
-    for slot, keys in names.items():
-        arrays = [_required(flat, key) for key in keys]
-        moment = row.to_torch(dict(zip(row.mlx, arrays, strict=True)))
-        is_zero = is_zero and not mx.any(moment).item()
-        written[slot] = match_type(moment, like if old.get(slot) is None else old[slot])
-    has_moved = spec.has_step and step != group.step
-    if group.lacks_state(index) and not has_moved and is_zero:
-        return {}
-    if spec.has_step:
+) -> None:
+    """Write a parameter's moments and step; new ones have its type, ``like``."""
+    slots = group.slots[index]
+    for row in group.moments(index):
+        if row.mlx[0] not in flat:
+            return  # frozen in MLX
+        row.write(slots, row.torch, flat, like)
+    if group.spec.has_step and not group.lacks_state(index):
         # A number or an array, depending on PyTorch's version.
-        states = [old, *group.states.values()]
-        steps = (slots["step"] for slots in states if slots.get("step") is not None)
-        written["step"] = match_type(step, next(steps, mx.array(0.0)))
-    return written
+        every = (x.get("step") for x in (slots, *group.slots.values()))
+        old = next((x for x in every if x is not None), Tensor.of(mx.array(0.0)))
+        slots["step"] = match_type(step, old)
 
 
-def _changed_settings(
-    group: Group, used: Mapping[str, Any], rate: float
-) -> dict[str, Any]:
-    """Return the settings to change in PyTorch, in PyTorch's types."""
+def _write_settings(group: Group, used: Mapping[str, Any], rate: float) -> None:
+    """Write the settings that changed, in PyTorch's types."""
     settings, spec = group.settings, group.spec
     changed = {
         key: used[key]
@@ -288,8 +206,9 @@ def _changed_settings(
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
     # Turn off the settings that MLX ignored with the user's consent.
-    changed |= refused_settings(spec, settings)
-    return {key: match_type(value, settings[key]) for key, value in changed.items()}
+    changed |= {key: OFF.get(key, 0) for key in find_refused(spec, settings)}
+    for key, value in changed.items():
+        settings[key] = match_type(value, settings[key])
 
 
 def constructor_args(group: Group) -> dict[str, Any]:
@@ -328,7 +247,7 @@ def rebuild(
         prefix = f"states.{i}." if len(settings) > 1 else ""
         own = [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
         members.append({key.rpartition(".")[0] for key in own})
-        rates.append(float(number(state[f"{prefix}learning_rate"])))
+        rates.append(float(state[f"{prefix}learning_rate"]))
         arguments = row["values"] | {"learning_rate": rates[i]}
         parts.append((classes[row["class"]], arguments))
     return _join(parts, members, learning_rate, rates)
@@ -349,7 +268,7 @@ def _join(
     if not isinstance(rates, (list, tuple)) or len(rates) != len(parts):
         what = f"a list of {len(parts)} numbers or schedules, one per optimizer"
         what = what if len(parts) > 1 else "a number or a schedule"
-        raise ValueError(
+        raise ConvertError(
             f"learning_rate must be {what}, got {given!r}. In the checkpoint, it is "
             f"{own}."
         )

@@ -32,20 +32,36 @@ def write_origin(
     (folder / ORIGIN).write_text(json.dumps(content))
 
 
-def read_origin(folder: Path) -> tuple[Path, dict[str, Row], Options]:
-    """Return the path of a run's original, its rows, and the options."""
-    held = read_json(folder / ORIGIN)
+def read_origin(folder: Path, given: Options) -> tuple[Path, dict[str, Row], Options]:
+    """Return the path of a run's original, its rows, and the options with ``accept``.
+
+    Raises:
+        ConvertError: If there is no ``torch.json``, it is damaged, or options other
+            than ``accept`` were ``given``, since it contains them.
+    """
+    path = folder / ORIGIN
+    if not path.exists():
+        raise ConvertError(
+            f"{folder} has no {ORIGIN}, so its PyTorch checkpoint is unknown. Pass an "
+            "existing PyTorch checkpoint of the same model with --like, and the model "
+            "with --model."
+        )
+    if given != Options(accept=given.accept):
+        raise ConvertError(
+            f"{path} already contains all options except --accept. Omit the others, or "
+            "pass --like and --model too."
+        )
+    held = read_json(path)
     try:
         rows = {
             name: Row(torch, tuple(mlx), held["layouts"][name])
             for name, (torch, *mlx) in held["rows"].items()
         }
-        kept = {key: held[key] for key in ("keys", "names", "accept")}
-        return Path(os.path.normpath(folder / held["original"])), rows, Options(**kept)
+        accept = (*held["accept"], *given.accept)
+        options = Options(keys=held["keys"], names=held["names"], accept=accept)
+        return Path(os.path.normpath(folder / held["original"])), rows, options
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConvertError(
-            f"{folder / ORIGIN} is damaged: {error!r}. {_LIKE}"
-        ) from error
+        raise ConvertError(f"{path} is damaged: {error!r}. {_LIKE}") from error
 
 
 def check_original(folder: Path, original: Path) -> None:

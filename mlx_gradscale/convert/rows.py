@@ -93,27 +93,20 @@ def make_table(
     options = options or Options()
     given = _given_layouts(options.layouts, tensors)
     dropped = {n for pattern in options.drop for n in _match(pattern, tensors)}
-    shapes = {
-        name: tuple(x.shape)
-        for name, x in tensors.items()
-        if name not in dropped and not name.endswith(_TORCH_ONLY)
-    }
+    dropped |= {name for name in tensors if name.endswith(_TORCH_ONLY)}
+    shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {name: x.shape for name, x in tree_flatten(model.parameters())}
-    names, known, change_model = _find_names(shapes, options.rename, model)
-    owners: dict[Any, Row] = {}  # by tensor: several names may be tied
+    found, lost, known, change_model = _find_rows(shapes, options.rename, model)
+    owners: dict[int, Row] = {}  # by tensor: several names may be tied
     wrong: list[Row] = []
     square: list[str] = []  # weights that may be transposed or not
-    for name, shape in shapes.items():
-        mlx_name, layout = names.get(name) or ("", "")
-        if mlx_name not in known:
-            continue
-        target, layout = known[mlx_name], given.get(name, layout)
-        if not layout and len(shape) == 2 and shape[0] == shape[1]:
-            square.append(name)
-        row = Row(name, target.mlx, layout or target.layout or "same")
-        wanted = [own[n] for n in row.mlx]
-        if not layout and not target.layout:
-            _check_custom(row, shape, wanted)
+    for name, row in found.items():
+        shape, wanted = shapes[name], [own[n] for n in row.mlx]
+        row = replace(row, layout=given.get(name, row.layout))
+        if not row.layout:
+            row = _check_custom(row, shape, wanted)
+        elif name not in given and row.layout == "same" and len(shape) == 2:
+            square += [name] * (shape[0] == shape[1])
         if row.mlx_shapes(shape) != wanted:
             wrong.append(row)
         owner = owners.setdefault(id(tensors[name]), row)
@@ -127,9 +120,8 @@ def make_table(
     if wrong:
         raise ConvertError(hints.explain_shape(wrong, square, shapes, own))
     # If a tensor matches by one of its names, its unmatched names are aliases.
-    keys = {name: id(x) for name, x in tensors.items()}
-    rows = {name: owners[key] for name, key in keys.items() if key in owners}
-    lost = [n for n in shapes if n not in rows and names.get(n) is not None]
+    rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
+    lost = [name for name in lost if name not in rows]
     _check_names(rows, lost, known, is_partial=is_adapter(shapes))
     unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
     notes = hints.describe_model(model, rows, unused)
@@ -138,17 +130,18 @@ def make_table(
     return Table(rows, notes, change_model)
 
 
-def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> None:
-    """Raise if the shapes of a custom layer do not determine its layout."""
-    others = [replace(row, layout=x) for x in ("same", "conv", "conv_transpose")]
-    fits = [x.layout for x in others if x.mlx_shapes(shape) == wanted]
+def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> Row:
+    """Return the row of a custom layer; raise if shapes do not tell its layout."""
+    rows = [replace(row, layout=x) for x in ("same", "conv", "conv_transpose")]
+    fits = [each.layout for each in rows if each.mlx_shapes(shape) == wanted]
     if {*fits} - {"same"}:
-        name = row.torch
+        flags = " or ".join(f"{row.torch}={layout}" for layout in fits)
         raise ConvertError(
-            f"{name} has shape {shape} in PyTorch and {wanted[0]} in the MLX model. It "
-            "belongs to a custom layer, so its layout is unknown. Pass it with "
-            f"layouts=... (--layout {' or '.join(f'{name}={x}' for x in fits)})."
+            f"{row.torch} has shape {shape} in PyTorch and {wanted[0]} in the MLX "
+            "model. It belongs to a custom layer, so its layout is unknown. Pass it "
+            f"with layouts=... (--layout {flags})."
         )
+    return rows[0]
 
 
 def _match(pattern: str, names: Collection[str]) -> list[str]:
@@ -176,34 +169,37 @@ def _given_layouts(
     return found
 
 
-_Names = Mapping[str, tuple[str, str] | None]
-
-
-def _find_names(
+def _find_rows(
     shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
-) -> tuple[_Names, dict[str, Row], Callable[[], object]]:
-    """Find the MLX name of each tensor, and its layout if it is known.
+) -> tuple[dict[str, Row], list[str], dict[str, Row], Callable[[], object]]:
+    """Match tensors to the rows that a model accepts.
 
-    A tensor that ``sanitize`` drops maps to None. Also return the rows that the
-    model accepts, and a function that changes the model as ``sanitize`` does.
+    Return their rows, the names without one (but for those that ``sanitize`` drops),
+    all rows that the model accepts, and a function that changes it as ``sanitize``
+    does.
     """
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
     known, change_model = known_rows(model), Table.change_model
     found = []
     for candidate in _rename_candidates(rename):
-        plain = {name: from_peft(candidate(name)) for name in shapes}
-        names: _Names = plain
+        names: dict[str, tuple[str, str]] = {n: from_peft(candidate(n)) for n in shapes}
         if has_sanitize:  # it does not expect LoRA adapters
-            asked = {new: shapes[n] for n, (new, layout) in plain.items() if not layout}
+            asked = {new: shapes[n] for n, (new, layout) in names.items() if not layout}
             kept, known = try_sanitize(model, asked)
             change_model = partial(probe_sanitize, model, asked)
-            names = {n: x if x[1] else kept.get(x[0]) for n, x in plain.items()}
-        hits = sum(x is not None and x[0] in known for x in names.values())
-        found.append((hits, names, known, change_model))
-        if hits == len(shapes):
+            kept |= {new: (new, layout) for new, layout in names.values() if layout}
+            names = {n: kept[new] for n, (new, _) in names.items() if new in kept}
+        rows = {
+            n: replace(known[new], torch=n, layout=layout or known[new].layout)
+            for n, (new, layout) in names.items()
+            if new in known
+        }
+        lost = [name for name in names if name not in rows]
+        found.append((rows, lost, known, change_model))
+        if len(rows) == len(shapes):
             break
     # Of equal results, max() returns the first, which removes the least.
-    return max(found, key=lambda each: each[0])[1:]
+    return max(found, key=lambda each: len(each[0]))
 
 
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:

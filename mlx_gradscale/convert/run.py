@@ -1,7 +1,8 @@
 """Load a PyTorch checkpoint into an MLX run, and write the run back onto it."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,47 +10,35 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.save import WRAPPERS, capture, find_scaler
 from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
-from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from ..core.state import decode
 from ..core.trees import restore, snapshot
 from ..files.text import list_some
-from ..torch_checkpoint import replace_tensors
-from . import hints
+from ..torch_checkpoint import Tensor, read_all, replace_tensors
 from .files import (
-    TENSORS,
     TRAINER,
     ConvertError,
     Source,
     check_target,
-    match_type,
-    mlx_dtype,
     number,
-    read,
     read_source,
-    read_tensors,
     write_source,
 )
-from .groups import Group, damage_is_an_error, find_names, read_groups
+from .groups import Group, find_names, read_groups
 from .layouts import Row
-from .optimizers import (
-    Rate,
-    build,
-    check_groups,
-    list_moments,
-    plan_groups,
-    rebuild,
-    to_mlx,
-    to_torch,
-)
+from .optimizers import Rate, build, check_groups, plan_groups, rebuild, to_torch
 from .rows import Options, Table, is_adapter, make_table
 from .sections import Sections, find_sections, get, list_others
+
+# What reading a value of the wrong type raises.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_MOVED_ON = "The optimizer has taken steps in MLX"
 
 
 @dataclass
@@ -78,22 +67,15 @@ class Plan:
     source: Source
     sections: Sections
     table: Table
-    groups: list[Group]  # of all optimizers
-    names: list[str]  # of the parameters in all groups
-    notes: list[str]
-    others: list[str]  # paths of the entries that are copied
+    groups: list[Group] = field(default_factory=list)  # of all optimizers
+    names: list[str] = field(default_factory=list)  # of the parameters in all groups
+    scaler: GradScaler | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """The model's tensors by their PyTorch names."""
-        held = get(self.source.tree, self.sections.model)
-        return {name: x for name, x in held.items() if isinstance(x, TENSORS)}
-
-    @property
-    def scaler(self) -> dict[str, Any] | None:
-        """The scaler's state dict, or None."""
-        path = self.sections.scaler
-        return None if path is None else get(self.source.tree, path)
+        """The model's state dict."""
+        return get(self.source.tree, self.sections.model)  # type: ignore[no-any-return]
 
 
 def make_plan(
@@ -105,28 +87,34 @@ def make_plan(
     """Find out how a checkpoint maps to a model, or to the given rows."""
     tree = source.tree
     sections = find_sections(tree, options.keys)
-    others = [*list_others(tree, sections)]
-    plan = Plan(source, sections, Table(dict(rows or {})), [], [], source.notes, others)
-    if rows is None:
-        if model is None:
-            raise ConvertError(
-                "The MLX model, which determines names, layouts and shapes, is "
-                "missing. Pass it (--model)."
-            )
-        plan.table = make_table(plan.tensors, model, options)
-        plan.notes = plan.notes + plan.table.notes
-    with damage_is_an_error("optimizer"):
+    held = get(tree, sections.model)
+    tensors = {name: x for name, x in held.items() if isinstance(x, Tensor)}
+    if rows is not None:
+        table = Table(dict(rows))
+    elif model is not None:
+        table = make_table(tensors, model, options)
+    else:
+        raise ConvertError(
+            "The MLX model, which determines names, layouts and shapes, is missing. "
+            "Pass it (--model)."
+        )
+    plan = Plan(source, sections, table, notes=source.notes + table.notes)
+    with _damage_is_an_error():
         for path in sections.optimizers:
             plan.groups += read_groups(get(tree, path))
         if plan.groups:
             # A safetensors file does not preserve PyTorch's order of tensors.
             is_ordered = not str((*sections.model, "")[0]).endswith(".safetensors")
-            own, step = plan.table.rows, source.trainer.get("global_step")
             plan.names, doubts = find_names(
-                plan.groups, plan.tensors, own, options, is_ordered
+                plan.groups, tensors, table.rows, options, is_ordered
             )
-            plan_groups(plan.groups, plan.names, own, step)
+            step = source.trainer.get("global_step")
+            plan_groups(plan.groups, plan.names, table.rows, step)
             plan.notes += check_groups(plan.groups, options.accept) + doubts
+        if sections.scaler is not None:
+            plan.scaler, state = GradScaler(), get(tree, sections.scaler)
+            plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
+    others = [*list_others(tree, sections)]
     if others:
         plan.notes.append(
             f"These entries are not converted: {list_some(others, 12)}. They are "
@@ -134,6 +122,22 @@ def make_plan(
             "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
         )
     return plan
+
+
+@contextmanager
+def _damage_is_an_error() -> Iterator[None]:
+    """Raise a ``ConvertError`` for what only a damaged state raises."""
+    try:
+        yield
+    except ConvertError:
+        raise
+    except _DAMAGE as error:
+        raise ConvertError(
+            "The state of the optimizer or the scaler is damaged: "
+            f"{type(error).__name__}: {error}. Save it again in PyTorch, or leave it "
+            "out with keys={'optimizer': ''} (--optimizer-key '') or keys={'scaler': "
+            "''} (--scaler-key '')."
+        ) from error
 
 
 def load_torch(
@@ -221,22 +225,13 @@ def load(
     wrapped: Mapping[str, Any] | None = None,
 ) -> TorchRun:
     """Load a planned checkpoint; ``wrapped`` are settings of the wrapper, if any."""
-    run = TorchRun(None, None, plan.notes)
-    if plan.scaler is not None:
-        run.scaler = GradScaler()
-        with damage_is_an_error("scaler"):
-            run.scaler.load_state_dict({k: number(x) for k, x in plan.scaler.items()})
+    run = TorchRun(None, plan.scaler, plan.notes)
     if plan.groups:
-        with damage_is_an_error("optimizer"):
+        with _damage_is_an_error():
             run.optimizer = build(plan.groups, learning_rate)
         if wrapped is not None:
-            if run.scaler is None:
-                run.notes.append(hints.NO_SCALER)
             run.optimizer = LossScaleOptimizer(run.optimizer, run.scaler, **wrapped)
             run.scaler = run.optimizer.scaler
-    elif wrapped is not None or learning_rate is not None:
-        what = "learning_rate" if learning_rate is not None else "loss_scaling"
-        raise ConvertError(f"The checkpoint has no optimizer. Do not pass {what}=.")
     before = snapshot(model, *map(vars, model.modules()))
     try:
         _load_arrays(plan, model, run.optimizer)
@@ -248,61 +243,55 @@ def load(
 
 def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a checkpoint's arrays to the model and the optimizer."""
-    tensors = plan.tensors
-    owners = [row for name, row in plan.table.rows.items() if name == row.torch]
-    wanted = [tensors[row.torch] for row in owners] + list_moments(plan.groups)
-    values = read_tensors(wanted)
-    weights: dict[str, mx.array] = {}
-    for row in owners:
-        weights |= row.to_mlx(values[id(tensors[row.torch])])
+    rows = [row for name, row in plan.table.rows.items() if name == row.torch]
+    tensors = [plan.tensors[row.torch] for row in rows]
+    for group in plan.groups:
+        for index, row in [(i, row) for i in group.rows for row in group.moments(i)]:
+            if group.slots[index].get(row.torch) is not None:
+                rows.append(row)
+                tensors.append(group.slots[index][row.torch])
+    arrays: dict[str, mx.array] = {}
+    for row, value in zip(rows, read_all(tensors), strict=True):
+        arrays |= row.to_mlx(value)
     plan.table.change_model()
+    dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
+    weights = {name: arrays.pop(name) for name in dtypes if name in arrays}
+    model.load_weights([*weights.items()], strict=False)
     if optimizer is not None:
-        with damage_is_an_error("optimizer"):
-            flat = to_mlx(plan.groups, tensors, values)
-        inner = getattr(optimizer, "optimizer", optimizer)
-        inner.init(model.trainable_parameters())
-        own = dict(tree_flatten(inner.state))
-        # The optimizer was built with the right learning rate or schedule.
-        flat |= {k: x for k, x in own.items() if k.split(".")[-1] == "learning_rate"}
-        missing = dict.fromkeys(k.rpartition(".")[0] for k in own if k not in flat)
+        trained = model.trainable_parameters()
+        held = {n for g in plan.groups for row in g.rows.values() for n in row.mlx}
+        missing = [name for name, _ in tree_flatten(trained) if name not in held]
         if missing:
             raise ConvertError(
                 "The PyTorch optimizer has no state for trainable parameters of the "
                 f"MLX model: {list_some(missing)}. Freeze them in MLX before loading, "
                 "for example with layer.freeze()."
             )
-        inner.state = tree_unflatten([(k, flat[k]) for k in own])
+        for group in plan.groups:
+            arrays[f"{group.prefix}step"] = mx.array(group.step, mx.uint64)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        inner.init(trained)  # with zeros where PyTorch has no state
+        flat = tree_flatten(inner.state)
+        inner.state = tree_unflatten([(k, arrays.get(k, x)) for k, x in flat])
     if isinstance(optimizer, MasterWeightOptimizer):
-        _load_rounded(model, weights, optimizer)
-    else:
-        model.load_weights(list(weights.items()), strict=False)
+        # The weights are cast to the model's dtypes, and are the master weights.
+        masters = tree_map(to_float32, model.trainable_parameters())
+        cast = {name: x.astype(dtypes[name]) for name, x in weights.items()}
+        finite = {
+            name: mx.isfinite(x) == mx.isfinite(weights[name])
+            for name, x in cast.items()
+        }
+        infinite = [name for name, x in finite.items() if not mx.all(x).item()]
+        if infinite:
+            raise ConvertError(
+                f"These weights overflow in the model's dtype: {list_some(infinite)}. "
+                "Keep their layers in float32."
+            )
+        model.load_weights([*cast.items()], strict=False)
+        optimizer.init(model.trainable_parameters())
+        optimizer.set_masters(model.trainable_parameters(), masters)
     # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
-
-
-def _load_rounded(
-    model: nn.Module, weights: Mapping[str, mx.array], optimizer: MasterWeightOptimizer
-) -> None:
-    """Load weights in the model's dtypes, and the unrounded ones as master weights."""
-    own = dict(tree_flatten(model.parameters()))
-    cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
-    infinite = [
-        name
-        for name, x in cast.items()
-        if mx.any(mx.isfinite(x) != mx.isfinite(weights[name])).item()
-    ]
-    if infinite:
-        raise ConvertError(
-            f"These weights overflow in the model's dtype: {list_some(infinite)}. Keep "
-            "their layers in float32."
-        )
-    model.load_weights(list(cast.items()), strict=False)
-    trainable = model.trainable_parameters()
-    optimizer.init(trainable)
-    masters = tree_map_with_path(
-        lambda path, x: to_float32(weights.get(path, x)), trainable
-    )
-    optimizer.set_masters(trainable, masters)
 
 
 def build_optimizer(
@@ -400,15 +389,18 @@ def save_torch(
     options = Options(rename, layouts or {}, drop, keys or {}, names, accept)
     is_path = isinstance(like, (str, os.PathLike))
     # The user's object is not changed: replace_tensors() makes new containers.
-    copied = like if is_path else replace_tensors(like, lambda path, leaf: leaf)
-    source = read_source(like) if is_path else Source(copied)
+    source = read_source(like) if is_path else Source(replace_tensors(like, _to_tensor))
     check_target(Path(path), source, overwrite)
     plan = make_plan(source, model, options)
     optimizer = optimizer or Optimizer()  # the base class stands for none
     run = unwrap(capture(model, optimizer, find_scaler(optimizer, scaler)))
     notes = fill(plan, run, accept)
-    write_source(Path(path), plan.source)
+    write_source(Path(path), source)
     return notes if is_path else [n for n in notes if not n.startswith(_MOVED_ON)]
+
+
+def _to_tensor(path: tuple[Any, ...], leaf: Any) -> Any:
+    return Tensor.of(leaf) if isinstance(leaf, mx.array) else leaf
 
 
 def unwrap(saved: Checkpoint) -> Checkpoint:
@@ -420,22 +412,16 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     settings = saved.description["settings"]
     if settings and settings[0]["class"] in WRAPPERS:
         bits, settings = settings[0]["values"]["state_bits"], settings[1:]
-        decoded = saved.optimizer
         if bits != 32:
-            inner = rebuild(settings, _without_prefix("optimizer", decoded))
-            decoded = decode(decoded, inner, bits, weights)
-        state = _without_prefix("optimizer", decoded)
-        weights |= _without_prefix("masters", decoded)
+            inner = rebuild(settings, _without_prefix("optimizer", state))
+            state = decode(state, inner, bits, weights)
+        weights |= _without_prefix("masters", state)
+        state = _without_prefix("optimizer", state)
     # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
         state, settings = {}, []
-    scaler = saved.scaler
-    if scaler:
-        checked = GradScaler()  # raises if the file has invalid values
-        checked.load_state_dict(scaler)
-        scaler = checked.state_dict()
     description = saved.description | {"settings": settings}
-    return Checkpoint(weights, state, scaler, saved.extra, description)
+    return Checkpoint(weights, state, saved.scaler, saved.extra, description)
 
 
 def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -447,48 +433,38 @@ def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     """Replace a checkpoint's values by those of a run, and return notes."""
     source, sections = plan.source, plan.sections
-    new: dict[Any, mx.array] = {}  # the values of tensors, by ``id``
-    _fill_model(plan, run.weights, new)
-    notes: list[str] = []
-    steps: list[int] = []  # the optimizers' steps
-    settings = run.description["settings"]
-    if sections.optimizers and not settings:
-        for path in reversed(sections.optimizers):
-            parent = get(source.tree, path[:-1])
-            if isinstance(parent, tuple):
-                raise ConvertError(
-                    "The run has no optimizer, and the original's optimizer state "
-                    "cannot be removed from its tuple. Pass the optimizer."
-                )
-            del parent[path[-1]]
-        notes.append("The run has no optimizer, so no optimizer state is written.")
+    others = [*list_others(source.tree, sections)]
+    settings, notes = run.description["settings"], []
+    old = new = 0  # steps
+    _fill_model(plan, run.weights)
+    for name, is_held, paths in (
+        ("optimizer", settings, sections.optimizers),
+        ("scaler", run.scaler, sections.scaler),
+    ):
+        if is_held and not paths:
+            notes.append(
+                f"The MLX {name}'s state is not written: the original has no {name} "
+                f"state, or keys={{'{name}': ''}} (--{name}-key '') omits it."
+            )
+    if settings and plan.groups:
+        with _damage_is_an_error():
+            notes += to_torch(plan.groups, plan.tensors, run, accept)
+        old = max(group.step for group in plan.groups)
+        new = max(int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups)
     elif plan.groups:
-        notes += to_torch(plan.groups, plan.tensors, run, accept, new)
-        steps = [int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups]
-    elif settings:
-        notes.append(
-            "The MLX optimizer's state is not written: the original has no optimizer "
-            "state, or keys={'optimizer': ''} (--optimizer-key '') omits it."
-        )
-    if run.scaler and plan.scaler is not None:
-        plan.scaler.update(run.scaler)
-        own = [key for key in run.scaler if key not in TORCH_KEYS]
-        if own:
-            notes.append(f"PyTorch's GradScaler ignores {', '.join(own)}.")
-    elif run.scaler:
-        notes.append(
-            "The MLX scaler's state is not written: the original has no scaler state, "
-            "or keys={'scaler': ''} (--scaler-key '') omits it."
-        )
-    old = [group.step for group in plan.groups]
-    moved = _move_trainer(source, old, steps)
+        for path in reversed(sections.optimizers):
+            del get(source.tree, path[:-1])[path[-1]]
+        notes.append("The run has no optimizer, so no optimizer state is written.")
+    if run.scaler and sections.scaler is not None:
+        get(source.tree, sections.scaler).update(run.scaler)
+    moved = _move_trainer(source, old, new)
     if moved:
         changes = ", ".join(moved.values())
         notes.append(f"Changed to match the optimizer's step: {changes}.")
-    stale = [name for name in plan.others if name not in moved]
+    stale = [name for name in others if name not in moved]
     # These files hold random states and data positions.
     stale += [n for n in source.others or () if n.endswith((".pkl", ".pth"))]
-    if steps and stale and max(old) != max(steps):
+    if stale and old != new:
         notes.append(
             f"{_MOVED_ON}, but these entries are copied from the original: "
             f"{list_some(stale)}. If any of them count steps, set them in the original "
@@ -496,28 +472,19 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
             "a schedule, set its last_epoch; scheduler.step() would also change the "
             "learning rate."
         )
-    source.tree = replace_tensors(
-        source.tree, lambda path, leaf: new.get(id(leaf), leaf)
-    )
     return notes
 
 
-_MOVED_ON = "The optimizer has taken steps in MLX"
-
-
-def _fill_model(
-    plan: Plan, weights: Mapping[str, mx.array], new: dict[Any, mx.array]
-) -> None:
+def _fill_model(plan: Plan, weights: Mapping[str, mx.array]) -> None:
     rows, tensors = plan.table.rows, plan.tensors
     placed = {name for row in rows.values() for name in row.mlx}
     wrong = sorted(placed - weights.keys())
-    if not is_adapter(tensors):  # adapters lack the base model
+    if not is_adapter(rows):  # adapters lack the base model
         wrong += sorted(weights.keys() - placed)
     wrong = wrong or [
         name
         for name, row in rows.items()
-        if row.mlx_shapes(tuple(tensors[name].shape))
-        != [weights[n].shape for n in row.mlx]
+        if row.mlx_shapes(tensors[name].shape) != [weights[n].shape for n in row.mlx]
     ]
     if wrong:
         raise ConvertError(
@@ -526,15 +493,12 @@ def _fill_model(
         )
     for name, row in rows.items():
         if name == row.torch:
-            old, tensor = tensors[name], row.to_torch(weights)
-            # If MLX only rounded the original's tensor, keep that tensor.
-            if mlx_dtype(old) == tensor.dtype or not mx.array_equal(
-                read(old).astype(tensor.dtype, stream=mx.cpu), tensor, equal_nan=True
-            ):
-                new[id(old)] = match_type(tensor, old)
+            row.write(tensors, name, weights)
+    for name, row in rows.items():  # the names of a tied tensor get the same one
+        tensors[name] = tensors[row.torch]
 
 
-def _move_trainer(source: Source, old: list[int], new: list[int]) -> dict[str, str]:
+def _move_trainer(source: Source, was: int, now: int) -> dict[str, str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``train(resume_from_checkpoint=...)`` resumes from them. They change only if the
@@ -542,18 +506,16 @@ def _move_trainer(source: Source, old: list[int], new: list[int]) -> dict[str, s
     skipped steps. Return the changes by file.
     """
     state = source.trainer
-    was = state.get("global_step")
-    if type(was) is not int or {*old} != {was} or len({*new}) != 1 or new[0] == was:
+    if was == now or state.get("global_step") != was:
         return {}
-    now = new[0]
     moved: list[tuple[str, str, Any]] = [(TRAINER, "global_step", now)]
-    if type(state.get("epoch")) in (int, float) and was > 0:
+    if was and "epoch" in state:
         moved.append((TRAINER, "epoch", state["epoch"] * now / was))
     for name, content in source.tree.items():
-        is_schedule = "scheduler" in str(name) and isinstance(content, dict)
+        is_schedule = "scheduler" in name and isinstance(content, dict)
         if is_schedule and content.get("last_epoch") == was:
             moved.append((name, "last_epoch", now))
-            if type(content.get("_step_count")) is int:
+            if "_step_count" in content:
                 moved.append((name, "_step_count", content["_step_count"] + now - was))
     shown: dict[str, str] = {}
     for name, key, value in moved:

@@ -7,10 +7,11 @@ from typing import Any
 
 from ..core.scale import TORCH_KEYS
 from ..files.text import list_some
-from ..torch_checkpoint import Placeholder
-from .files import CONTAINERS, TENSORS, ConvertError, items
+from ..torch_checkpoint import Placeholder, Tensor
+from .files import CONTAINERS, ConvertError, items
 
 Path = tuple[Any, ...]
+SECTIONS = ("model", "optimizer", "scaler")
 
 # If there are several state dicts, such as a model and its average, the one with one of
 # these names is the model.
@@ -40,132 +41,87 @@ class Sections:
     scaler: Path | None
 
 
-def is_nested(value: Any) -> bool:
-    """Return whether a value is an optimizer's state dict; ``state`` may be missing."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("param_groups"), list)
-        and value["param_groups"] != []
-        and isinstance(value.get("state", {}), dict)
-        and all(isinstance(g, dict) and "params" in g for g in value["param_groups"])
-    )
-
-
 def is_flat(value: Any) -> bool:
     """Return whether a value is a state dict that torch.distributed has flattened."""
-    return (
-        isinstance(value, dict)
-        and any(str(key).startswith("param_groups.") for key in value)
-        and all(
-            isinstance(key, str)
-            and key.startswith(("state.", "param_groups."))
-            and key.count(".") >= 2
-            for key in value
-        )
+    return isinstance(value, dict) and any(
+        str(key).startswith("param_groups.") for key in value
     )
 
 
-def _is_optimizer(path: Path, value: dict[Any, Any]) -> bool:
-    return is_nested(value) or is_flat(value)
-
-
-def _is_scaler(path: Path, value: dict[Any, Any]) -> bool:
-    return value.keys() >= TORCH_KEYS.keys()
-
-
-def _is_moments(path: Path, value: dict[Any, Any]) -> bool:
-    return any(str(key).rpartition(".")[2] in _MOMENTS for key in value)
-
-
-def _has_weights(path: Path, value: dict[Any, Any]) -> bool:
-    tensors = [x for x in value.values() if isinstance(x, TENSORS)]
+def _has_weights(value: dict[Any, Any]) -> bool:
+    tensors = [x for x in value.values() if isinstance(x, Tensor)]
     is_named = all(isinstance(key, str) for key in value)
-    return is_named and any("float" in str(x.dtype) and x.shape for x in tensors)
+    return is_named and any("float" in x.dtype and x.shape for x in tensors)
 
 
-def _is_model(path: Path, value: dict[Any, Any]) -> bool:
+def _kind(path: Path, value: dict[Any, Any]) -> str:
+    """Return what a dict looks like, or ``""``."""
+    if isinstance(value.get("param_groups"), list) or is_flat(value):
+        return "optimizer"
+    if value.keys() >= TORCH_KEYS.keys():
+        return "scaler"
+    if any(str(key).rpartition(".")[2] in _MOMENTS for key in value):
+        return "moments"
+    if not _has_weights(value):
+        return ""
     # torch.nn.Module.get_extra_state() may return anything.
-    others = [key for key, x in value.items() if not isinstance(x, TENSORS)]
-    return _has_weights(path, value) and all(k.endswith("_extra_state") for k in others)
-
-
-def _is_mixed(path: Path, value: dict[Any, Any]) -> bool:
+    others = [key for key, x in value.items() if not isinstance(x, Tensor)]
+    if all(key.endswith("_extra_state") for key in others):
+        return "model"
     # torchtitan mixes tensors with other values at the top level. A deeper dict of this
     # kind counts only if it has a model's name.
-    if path:
-        return path[-1] in _MODEL_NAMES and _has_weights(path, value)
-    is_named = any("." in str(key) or key in ("weight", "bias") for key in value)
-    return is_named and _has_weights(path, value)
-
-
-KINDS = {
-    "optimizer": _is_optimizer,
-    "scaler": _is_scaler,
-    "moments": _is_moments,
-    "model": _is_model,
-    "mixed": _is_mixed,
-}
-SECTIONS = ("model", "optimizer", "scaler")
+    is_model = any("." in key or key in ("weight", "bias") for key in value)
+    return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else ""
 
 
 def find_sections(tree: Any, keys: Mapping[str, str]) -> Sections:
     """Find the model, optimizers and scaler by content, or by the user's keys."""
-    wrong = keys.keys() - {*SECTIONS}
-    if wrong:
-        raise ConvertError(
-            f"keys= contains {list_some(sorted(wrong))}, which is not a section. The "
-            f"sections are {list_some(SECTIONS)}."
-        )
     found = _search(tree)
-    given = {
-        name: [_find_key(tree, name, key) for key in text.split(",") if key]
-        for name, text in keys.items()
-    }
-    models = given.get("model") or _choose_models(found)
-    if not models:
+    found["model"] = _trained(found["model"]) or found["mixed"][:1]
+    is_ambiguous = len(found["model"]) > 1 and "optimizer" not in keys
+    named = [path for path in found["model"] if path and path[-1] in _MODEL_NAMES]
+    if len(named) == 1:
+        found["model"] = named
+    for name, text in keys.items():
+        found[name] = [_find_key(tree, name, key) for key in text.split(",") if key]
+    if not found["model"]:
         raise ConvertError(_explain_missing_model(tree))
-    optimizers = given.get("optimizer", found["optimizer"])
-    scalers = given.get("scaler", found["scaler"])
-    is_ambiguous = "optimizer" not in given and len(_trained(found["model"])) > 1
-    for name, paths in (
-        ("model", models),
-        ("optimizer", optimizers if is_ambiguous else []),
-        ("scaler", scalers),
-    ):
-        if len(paths) > 1:
+    for name in SECTIONS:
+        # Several optimizers of one model are converted together.
+        if len(found[name]) > 1 and (name != "optimizer" or is_ambiguous):
+            places = list_some(map(show, found[name]))
             raise ConvertError(
-                f"The checkpoint contains {len(paths)} {name}s: "
-                f"{list_some(map(show, paths))}. Choose one with keys={{'{name}': ...}}"
-                f" (--{name}-key). To convert several models, convert them one by one; "
-                "on the way back, pass each output as --like for the next."
+                f"The checkpoint contains {len(found[name])} {name}s: {places}. Choose "
+                f"one with keys={{'{name}': ...}} (--{name}-key). To convert several "
+                "models, convert them one by one; on the way back, pass each output as "
+                "--like for the next."
             )
-    if found["moments"] and not optimizers and "optimizer" not in given:
+    if found["moments"] and not found["optimizer"] and "optimizer" not in keys:
         raise ConvertError(
             f"{show(found['moments'][0])} looks like an optimizer state, but is not "
             "a state_dict() with state and param_groups. Save optimizer.state_dict() "
             "in PyTorch, or pass keys={'optimizer': ''} (--optimizer-key '') to keep "
             "the entry unchanged without converting it."
         )
-    return Sections(models[0], optimizers, next(iter(scalers), None))
+    scaler = next(iter(found["scaler"]), None)
+    return Sections(found["model"][0], found["optimizer"], scaler)
 
 
 def _search(tree: Any) -> dict[str, list[Path]]:
     """Return the paths of all dicts of each kind, the least deep ones first."""
-    found: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+    kinds = "optimizer", "scaler", "moments", "model", "mixed", ""
+    found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     left: list[tuple[Path, Any]] = [((), tree)]
     seen: set[int] = set()
     for path, value in left:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        fits = isinstance(value, dict) and next(
-            (kind for kind, is_kind in KINDS.items() if is_kind(path, value)), None
-        )
-        if fits:
-            found[fits].append(path)
-        if len(path) < _DEEPEST and fits in (None, False, "mixed", "optimizer"):
+        kind = _kind(path, value) if isinstance(value, dict) else ""
+        found[kind].append(path)
+        if len(path) < _DEEPEST and kind in ("", "mixed", "optimizer"):
             # mmengine stores the scaler in the optimizer's state dict.
-            skipped = ("state", "param_groups") if fits == "optimizer" else ()
+            skipped = ("state", "param_groups") if kind == "optimizer" else ()
             left += [
                 ((*path, key), x)
                 for key, x in items(value)
@@ -180,12 +136,6 @@ def _trained(models: list[Path]) -> list[Path]:
     return fits or [p for p in models if not _AVERAGE.search(show(p))] or models
 
 
-def _choose_models(found: Mapping[str, list[Path]]) -> list[Path]:
-    fits = _trained(found["model"]) or found["mixed"][:1]
-    preferred = [p for p in fits if p and p[-1] in _MODEL_NAMES]
-    return preferred if len(preferred) == 1 else fits
-
-
 def _find_key(tree: Any, section: str, key: str) -> Path:
     """Return the path that a user wrote as ``KEY/KEY``, or raise."""
     path: Path = ()
@@ -197,8 +147,11 @@ def _find_key(tree: Any, section: str, key: str) -> Path:
                 f"{list_some(names) or 'none'}."
             )
         tree, path = tree[names[word]], (*path, names[word])
-    fits = {"model": _has_weights, "optimizer": _is_optimizer, "scaler": _is_scaler}
-    if not isinstance(tree, dict) or not fits[section](path, tree):
+    is_dict = isinstance(tree, dict)
+    if not is_dict or section not in (
+        _kind(path, tree),
+        _has_weights(tree) and "model",
+    ):
         hint = _whole_module(tree) or (
             f"is not the {section}'s state dict. To list the contents of the file, "
             "run mlx_gradscale inspect."
@@ -220,18 +173,17 @@ def _whole_module(value: Any) -> str:
 
 
 def _explain_missing_model(tree: Any) -> str:
-    entries = {"The file": tree}
-    entries |= {str(k): x for k, x in tree.items()} if isinstance(tree, dict) else {}
-    for name, value in entries.items():
+    entries = dict(items(tree))
+    for name, value in [("The file", tree), *entries.items()]:
         hint = _whole_module(value)
         if hint:
             return f"{name} {hint}"
+    keys = list_some(entries) or "none"
     return (
-        f"No model was found in the checkpoint. Its keys: "
-        f"{list_some([*entries][1:]) or 'none'}. Pass the model's key with "
-        "keys={'model': ...} (--model-key). If the model is in another file, copy both "
-        "files into one folder, as model.safetensors (or model.pt) and optimizer.pt, "
-        "and pass the folder. If the file is a scaler's state dict, use "
+        f"No model was found in the checkpoint. Its keys: {keys}. Pass the model's key "
+        "with keys={'model': ...} (--model-key). If the model is in another file, copy "
+        "both files into one folder, as model.safetensors (or model.pt) and "
+        "optimizer.pt, and pass the folder. If the file is a scaler's state dict, use "
         "GradScaler.load()."
     )
 
@@ -258,9 +210,10 @@ def list_others(tree: Any, sections: Sections) -> Iterator[str]:
     outer |= {} if sections.model else {(): None}  # tensors mixed with other entries
     for path in outer:
         value = get(tree, path)
-        own = ("state", "param_groups") if is_nested(value) else ()
+        is_optimizer = path in sections.optimizers
+        own = ("state", "param_groups") if is_optimizer else ()
         for key, x in () if is_flat(value) else items(value):
-            is_weight = path == sections.model and isinstance(x, TENSORS)
+            is_weight = path == sections.model and isinstance(x, Tensor)
             is_own = id(x) in used or (*path, key) in outer or key in own
             if not is_weight and not is_own:
                 yield show((*path, key))

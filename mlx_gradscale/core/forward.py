@@ -1,9 +1,9 @@
 """Cast a model for the forward pass, and restore it afterwards."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from contextvars import ContextVar
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -12,12 +12,16 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from .finite import all_finite
-from .intercept import get_handlers
-from .trees import CONTAINERS, Writes, commit, is_floating, leaves, walk
+from .intercept import get_handlers, watch
+from .trees import Writes, commit, is_floating, leaves, walk
+
+# The compute_dtype of the running forward pass. A float32 layer that sees only integers
+# and its own float32 parameters, such as an embedding, casts its outputs to this dtype.
+compute_dtype: ContextVar[mx.Dtype | None] = ContextVar("compute_dtype", default=None)
 
 
 class Casting(NamedTuple):
-    """The casts that ``value_and_grad`` applies for the forward pass."""
+    """The casts for a forward pass; none without ``compute_dtype``."""
 
     compute_dtype: mx.Dtype | None = None
     keep: Callable[[str, mx.array], bool] | None = None
@@ -34,6 +38,8 @@ class Casting(NamedTuple):
 
     def cast_parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters in the dtypes of the forward pass."""
+        if self.compute_dtype is None:
+            return parameters
         float32_prefixes: tuple[str, ...] = ()
         for path, module in model.named_modules():
             # float32_layers() marks the layers that compute in float32. The prefix of
@@ -79,152 +85,76 @@ class Entrance:
         if not self.is_backward:
             self._entered.add(id(module))
         dtypes = {getattr(x, "dtype", None) for _, x in walk(module)}
-        is_entered = id(module) in self._entered
-        is_cast = is_entered and self._casting.compute_dtype in dtypes
-        cast = self._casting.cast if is_cast else lambda x: x
+        if id(module) in self._entered and self._casting.compute_dtype in dtypes:
+            args, kwargs = rebuild((args, kwargs), self._casting.cast)
         self._is_inside = True
         try:
-            with Substitution((args, kwargs), cast) as (args, kwargs):
-                return function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             self._is_inside = False
 
 
-# How dicts and lists replace a value. Subclasses with a method of their own, such as
-# immutable dicts, are left alone.
-_REPLACES = (dict.__setitem__, OrderedDict.__setitem__, list.__setitem__)
-
-
-class Derived(mx.array):
-    """An array with a source that is not None until the array is changed in place."""
-
-    source: Any = None
-
-
-def forget_source(cls: type[Derived], method: str) -> None:
-    """Make a method of ``mx.array`` clear the source of a derived array."""
-    function = getattr(mx.array, method)
-
-    def forget(self: Derived, *args: Any, **kwargs: Any) -> Any:
-        self.source = None
-        return function(self, *args, **kwargs)
-
-    setattr(cls, method, forget)
-
-
-for _method in (
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
-    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
-    *("__irshift__", "__setitem__"),
-):
-    if hasattr(mx.array, _method):
-        forget_source(Derived, _method)
-
-
-class Substitution:
-    """A context in which the arrays in a tree of arguments are replaced.
-
-    A module may write to its arguments. So dicts and lists stay the same objects:
-    their arrays are replaced, and are restored on exit, wherever the module has moved
-    them. Arrays that it has changed in place are changed on exit. Tuples are built
-    anew; models and other objects are left alone.
-    """
-
-    def __init__(self, tree: Any, new: Callable[[mx.array], Any]):
-        self._tree = tree
-        self._new = new
-        # Maps the id of each visited object to the object, which keeps the id unique,
-        # and its replacement. What occurs twice is replaced once.
-        self._known: dict[int, tuple[Any, Any]] = {}
-        self._boxes: list[Any] = []
-
-    def replace(self) -> Any:
-        """Return the tree with its arrays replaced."""
-        return self._visit(self._tree)
-
-    __enter__ = replace
-
-    def _visit(self, x: Any) -> Any:
-        if id(x) in self._known:
-            return self._known[id(x)][1]
-        self._known[id(x)] = x, x  # before its contents, which may contain it
-        if isinstance(x, mx.array):
-            new = self._new(x)
-            if new is not x:
-                new = Derived(new)
-                new.source = True  # not the array itself, to keep nothing alive
-            self._known[id(x)] = x, new
-        elif isinstance(x, tuple):
-            new = tuple(map(self._visit, x))
-            if any(map(is_not, new, x)):
-                # tuple.__new__, because the class may have a constructor of its own.
-                new = tuple.__new__(type(x), new)
-                if hasattr(x, "__dict__"):
-                    vars(new).update(vars(x))
-                self._known[id(x)] = x, new
-        elif not isinstance(x, nn.Module) and (
-            getattr(type(x), "__setitem__", None) in _REPLACES
-        ):
-            self._boxes.append(x)
-            for key, old in list(x.items() if isinstance(x, dict) else enumerate(x)):
-                if isinstance(old, (mx.array, *CONTAINERS)):
-                    new = self._visit(old)
-                    if new is not old:
-                        x[key] = new
-        return self._known[id(x)][1]
-
-    def __exit__(self, *_: Any) -> None:
-        replaced = {}
-        for old, new in self._known.values():
-            if isinstance(new, Derived) and new.source is None:
-                # Copy the result into the caller's array, in its dtype. Adding to zero
-                # also adopts a new shape.
-                old[...] = mx.zeros_like(old)
-                old += new.astype(old.dtype)
-            if new is not old:
-                replaced[id(new)] = old
-        for box in self._boxes:
-            items = box.items() if isinstance(box, dict) else enumerate(box)
-            for key, x in list(items):
-                if id(x) in replaced:
-                    box[key] = replaced[id(x)]
-
-
 @contextmanager
-def preserve(
-    models: list[nn.Module], parameters: Any, restores_all: bool = False
-) -> Iterator[tuple[dict[Any, tuple[Any, Any, mx.array]], list[mx.array]]]:
-    """Restore parameters after a forward pass, and buffers that became non-finite.
+def forward_pass(
+    models: list[nn.Module],
+    casting: Casting,
+    store: Callable[[mx.array], mx.array] = lambda new: new,
+) -> Iterator[Callable[[Iterable[mx.array]], None]]:
+    """Cast what enters the models, and afterwards restore what was put into them.
 
-    Yields the trainable parameters as (container, key, array), by the id of the
-    container and the key, and a list to which the caller adds the arrays that replace
-    them. An array that the forward pass itself assigns to a parameter stays, unless
-    ``restores_all``. Non-finite buffers are restored because BatchNorm's running
-    statistics would otherwise stay inf or NaN.
+    Yields a function to call at the end of the forward pass, with the arrays that stand
+    in for parameters. Buffers that became non-finite are restored, because BatchNorm's
+    running statistics would otherwise stay inf or NaN. What the backward pass changes,
+    where ``mx.checkpoint`` computes a layer again, is restored too. ``store`` maps each
+    array that the forward pass has stored in a model.
     """
-    trained = set(map(id, leaves(parameters)))
-    places = list(chain.from_iterable(map(writable_arrays, models)))
-    substitutes: list[mx.array] = []
+    places = _places(models)
+    trained = {
+        id(x) for x in leaves([model.trainable_parameters() for model in models])
+    }
+    entrance = Entrance(casting)
+    is_cast = casting.compute_dtype is not None
+    modules = [m for x in models for m in x.modules()] if is_cast else []
+    restored = list(places.values())
+
+    def end_forward(stand_ins: Iterable[mx.array]) -> None:
+        nonlocal restored
+        entrance.is_backward = True
+        ids = set(map(id, stand_ins))
+        restored = []
+        for place, (container, key, new) in _places(models).items():
+            old = places[place][2] if place in places else None
+            if new is not old:
+                if old is not None and id(old) in trained:
+                    new = old if is_cast or id(new) in ids else store(new)
+                else:
+                    new = store(_finite_or_old(new, old))
+            restored.append((container, key, new))
+        commit(restored)
+
+    token = compute_dtype.set(casting.compute_dtype)
     try:
-        yield {(id(x[0]), x[1]): x for x in places if id(x[2]) in trained}, substitutes
+        with watch((m, entrance) for m in modules if casting.cast_inputs):
+            yield end_forward
     except BaseException:
-        commit(x for x in places if isinstance(x[0], dict) or x[1] < len(x[0]))
+        restored = list(places.values())
         raise
-    ids = set(map(id, substitutes))
-    writes: Writes = []
-    for box, key, old in places:
-        if isinstance(box, list) and key >= len(box):
-            continue  # the forward pass has shortened the list
-        new: Any = box.get(key) if isinstance(box, dict) else box[key]
-        if id(old) in trained:
-            if restores_all or id(new) in ids:
-                writes.append((box, key, old))
-            continue
-        is_replaced = new is not old and isinstance(new, mx.array)
-        if is_replaced and new.shape == old.shape and is_floating(new):
-            safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
-            writes.append((box, key, safe))
-    commit(writes)
+    finally:
+        compute_dtype.reset(token)
+        # The forward pass may have shortened a list.
+        commit(x for x in restored if isinstance(x[0], dict) or x[1] < len(x[0]))
+
+
+def _places(models: list[nn.Module]) -> dict[tuple[int, Any], tuple[Any, Any, Any]]:
+    """Return (container, key, array), by the id of the container and the key."""
+    places = [place for model in models for place in writable_arrays(model)]
+    return {(id(container), key): (container, key, x) for container, key, x in places}
+
+
+def _finite_or_old(new: mx.array, old: mx.array | None) -> mx.array:
+    if old is None or old.shape != new.shape or not is_floating(new):
+        return new
+    return mx.where(all_finite([new]), new, old.astype(new.dtype))
 
 
 def writable_arrays(tree: Any) -> Writes:
@@ -236,7 +166,20 @@ def writable_arrays(tree: Any) -> Writes:
     ]
 
 
+def rebuild(tree: Any, new: Callable[[mx.array], Any]) -> Any:
+    """Return a tree with new arrays, in new containers; other objects stay the same."""
+    if is_opaque(tree):
+        return new(tree) if isinstance(tree, mx.array) else tree
+    values = list(tree.values()) if isinstance(tree, dict) else tree
+    items = [rebuild(x, new) for x in values]
+    if not any(map(is_not, items, values)):
+        return tree  # the function may write to a container without such arrays
+    if isinstance(tree, dict):
+        return type(tree)(zip(tree, items, strict=True))
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
 def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must treat ``x`` (a model, say) as a leaf."""
+    """Return whether ``x``, such as a model or a cache, is a leaf of the arguments."""
     is_named_tuple = isinstance(x, tuple) and hasattr(x, "_fields")
-    return type(x) not in (dict, list, tuple) and not is_named_tuple
+    return type(x) not in (dict, OrderedDict, list, tuple) and not is_named_tuple

@@ -122,10 +122,13 @@ class MasterWeightOptimizer(Optimizer):
         return self.scaler.value_and_grad(model, loss_fn, *args, **kwargs)
 
     def scale_loss(
-        self, loss_fn: Callable[..., Any], model: nn.Module | None = None
+        self,
+        loss_fn: Callable[..., Any],
+        model: Any = None,
+        compute_dtype: mx.Dtype | None = None,
     ) -> Callable[..., Any]:
         """Wrap a loss function for a trainer; see :meth:`GradScaler.scale_loss`."""
-        return self.scaler.scale_loss(loss_fn, model)
+        return self.scaler.scale_loss(loss_fn, model, compute_dtype)
 
     def init(self, parameters: Any) -> None:
         """Create master weights and the inner optimizer's state for ``parameters``.

@@ -12,18 +12,21 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from . import scale as rule
+from .backward import Backward, check_loss_fn
 from .finite import all_finite_times, arrays
 from .forward import Casting
 from .fusion import root_of
-from .gradients import Backward, check_loss_fn, unscale, unscale_in_place
+from .gradients import unscale, unscale_in_place
 from .guard import Participant, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
-from .passes import START_AFRESH
 from .ranks import Ranks
 from .trees import Leaf, Writes, commit, is_floating, match, read, tree_of
 
+_START_AFRESH = (
+    "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
+)
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
 
@@ -229,20 +232,30 @@ class GradScaler:
         return self._backward.value_and_grad(model, loss_fn, casting, self._enabled)
 
     def scale_loss(
-        self, loss_fn: Callable[..., Any], model: nn.Module | None = None
+        self,
+        loss_fn: Callable[..., Any],
+        model: Any = None,
+        compute_dtype: mx.Dtype | None = None,
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change. Its gradients with respect to the model's
-        parameters and all arguments are unscaled and in float32. A step raises if a
-        gradient may still be scaled, because it belongs to neither.
+        The value of the loss does not change. Its gradients with respect to the models
+        and arrays that the function is given are unscaled and in float32. Everything
+        else, such as a model that only the function itself knows, has MLX's ordinary
+        gradient.
+
+        Only the returned loss can be differentiated, and only once: other outputs,
+        arrays that the loss stores in a model, and second derivatives raise a
+        ``RuntimeError`` where a gradient with respect to them is taken. What the loss
+        leaves in lists or global variables has no gradient.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
-                the loss. Only what happens inside is scaled, so it must call the model
-                itself, and return every array that is added to the loss later.
-            model (nn.Module, optional): The model to differentiate. Default: ``None``;
-                models among the arguments are always found.
+                the loss.
+            model (nn.Module, optional): The model to differentiate, or a tree of
+                models. Default: ``None``; models among the arguments are always found.
+            compute_dtype (Dtype, optional): As in :meth:`value_and_grad`, for trainers
+                of float32 parameters. Default: ``None``.
 
         Example:
             >>> import mlx.core as mx
@@ -251,11 +264,14 @@ class GradScaler:
             >>> mx.value_and_grad(square)(mx.array(3.0))
             (array(9, dtype=float32), array(6, dtype=float32))
         """
-        if not self._enabled:
-            return loss_fn
+        casting = Casting(compute_dtype)
+        casting.check()
         check_loss_fn(loss_fn)
-        self._set_mode(_UNSCALED)
-        return self._backward.scale_loss(loss_fn, model)
+        if not self._enabled and compute_dtype is None:
+            return loss_fn
+        if self._enabled:
+            self._set_mode(_UNSCALED)
+        return self._backward.scale_loss(loss_fn, model, casting, self._enabled)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply each array of a tree, usually the loss, by the scale in float32.
@@ -336,7 +352,7 @@ class GradScaler:
             raise RuntimeError(
                 f"unscale_() was called {when} for this optimizer since the last "
                 "update(). Call unscale_(), step() and update() once, in this order. "
-                f"{START_AFRESH}"
+                f"{_START_AFRESH}"
             )
         inverse = self._inverse(optimizer) if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
@@ -433,7 +449,7 @@ class GradScaler:
             raise RuntimeError(
                 "step() was called twice for this optimizer since the last update(). "
                 "Call update() once per iteration. If step() runs inside mx.compile, "
-                f"call update() in the same function. {START_AFRESH}"
+                f"call update() in the same function. {_START_AFRESH}"
             )
         leaves = match(grads, parameters)
         if self._mode == _SCALED and not stage and leaves:
@@ -441,7 +457,6 @@ class GradScaler:
             unscaled = unscale(scaled, self._inverse(optimizer))
             pairs = zip(leaves, unscaled, strict=True)
             leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
-        self._backward.check_unscaled(leaves, isinstance(parameters, nn.Module))
         is_alone = participant.ranks.is_single
         if is_alone and not any(is_floating(x.gradient) for x in leaves):
             raise ValueError(
@@ -509,11 +524,6 @@ class GradScaler:
 
     def _end_iteration(self) -> None:
         self._stages.clear()
-        passes = self._backward.passes
-        if passes.n_calls:
-            passes.end_iteration()
-        else:
-            passes.places.clear()  # of value_and_grad()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def _advance(
@@ -633,7 +643,7 @@ class GradScaler:
         if self._stages:
             raise RuntimeError(
                 "A GradScaler can only be copied or pickled between iterations. Call "
-                f"update() first. {START_AFRESH}"
+                f"update() first. {_START_AFRESH}"
             )
         left_out = ("_backward", "_stages", "_skip_watch", "_noted")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}

@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from itertools import starmap
 from operator import getitem, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_map, tree_map_with_path
 
 CONTAINERS = (dict, list, tuple)
 # The location of an array: its path, its container, and its key in the container.
@@ -75,6 +75,12 @@ def tree_of(values: dict[str, Any], structure: Any) -> Any:
     frozen parameters.
     """
     return tree_map_with_path(lambda path, _: values.get(path, {}), structure)
+
+
+def tree_like(tree: Any, values: Iterable[Any]) -> Any:
+    """Build a tree of this structure from values in the order of its leaves."""
+    # tree_map calls next() with the old leaf, its default, which it never returns.
+    return tree_map(partial(next, iter(values)), tree)
 
 
 def is_floating(x: mx.array) -> bool:

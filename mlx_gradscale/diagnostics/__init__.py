@@ -9,6 +9,7 @@ from .compute_dtypes import compute_dtypes
 from .explain import explain_overflow
 from .histogram import gradient_histogram
 from .history import ScaleHistory
+from .nonfinite_leaves import nonfinite
 from .rounding import lost_updates
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "explain_overflow",
     "gradient_histogram",
     "lost_updates",
+    "nonfinite",
 ]

@@ -1,20 +1,16 @@
 """Find a loss scale on one batch, before the first step."""
 
-from bisect import bisect_left
+import math
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.finite import all_finite
 from ..core.forward import Casting
 from ..float32.trial import Trial, preserved
 from .reading import scaler_of
 
-# Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the
-# inverse of this number.
-_POWERS = range(-24, 25)
 _ADVICE = (
     " at any loss scale. To find the cause, call "
     "mlx_gradscale.diagnostics.explain_overflow()."
@@ -100,15 +96,11 @@ def calibrate(
 
 
 def _largest_scale(trial: Trial) -> float:
-    def overflows(power: int) -> bool:
-        with preserved(trial.model):
-            loss, gradients = trial.differentiate(2.0**power)
-            if not all_finite([loss]).item():
-                raise NoScaleFits(f"The loss on this batch is {loss.item()}{_ADVICE}")
-            return not all_finite(gradients).item()
-
-    # A batch that overflows at one scale overflows at every larger one.
-    fitting = bisect_left(_POWERS, True, key=overflows)
-    if not fitting:
+    with preserved(trial.model):
+        loss = float(trial.differentiate()[0])
+        if not math.isfinite(loss):
+            raise NoScaleFits(f"The loss on this batch is {loss}{_ADVICE}")
+    scale = trial.largest_scale()
+    if scale is None:
         raise NoScaleFits(f"The gradients on this batch are non-finite{_ADVICE}")
-    return 2.0 ** _POWERS[fitting - 1]
+    return scale

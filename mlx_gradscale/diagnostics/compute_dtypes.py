@@ -1,6 +1,6 @@
 """Report the dtype in which each layer computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,25 +9,8 @@ import mlx.nn as nn
 
 from ..core.forward import Casting
 from ..files.text import align, dtype_name
-from ..float32.trial import Call, Trial
-
-
-@dataclass(frozen=True)
-class LayerDtypes:
-    """The dtypes in one call to a layer.
-
-    Attributes:
-        path (str): The path of the layer; "" is the whole model.
-        parameters (Dtype or None): The dtype of the layer's own half-precision
-            parameters; None if it has none.
-        inputs (tuple): The dtypes of its floating-point inputs.
-        outputs (tuple): The dtypes of its floating-point outputs.
-    """
-
-    path: str
-    parameters: mx.Dtype | None
-    inputs: tuple[mx.Dtype, ...]
-    outputs: tuple[mx.Dtype, ...]
+from ..float32.trace import Call, trace
+from ..float32.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -39,10 +22,10 @@ class DtypeReport:
             ``float32_layers`` are left out.
     """
 
-    layers: tuple[LayerDtypes, ...]
+    layers: tuple[Call, ...]
 
     @property
-    def first(self) -> LayerDtypes | None:
+    def first(self) -> Call | None:
         """The first half-precision layer with a float32 output, or None."""
         half = (layer for layer in self.layers if layer.parameters is not None)
         return next((layer for layer in half if mx.float32 in layer.outputs), None)
@@ -105,22 +88,15 @@ def compute_dtypes(
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, args, kwargs, casting)
-    return DtypeReport(tuple(_layers(trial.run(evaluate=False).loss_call)))
-
-
-def _layers(caller: Call) -> Iterator[LayerDtypes]:
-    for call in caller.children:
-        yield from _layers(call)
-        if not call.is_float32:
-            dtypes = (tuple(x.dtype for x in xs) for xs in (call.inputs, call.outputs))
-            yield LayerDtypes(call.path or "", call.parameters, *dtypes)
+    *calls, _ = trace(trial, evaluate=False).call.walk()
+    return DtypeReport(tuple(call for call in calls if not call.is_float32))
 
 
 def _names(dtypes: Any) -> str:
     return ", ".join(dict.fromkeys(map(dtype_name, dtypes))) or "-"
 
 
-def promotion_message(layer: LayerDtypes) -> str:
+def promotion_message(layer: Call) -> str:
     """Describe a half-precision layer that computes in float32, and how to fix it."""
     half = _names([layer.parameters])
     name = repr(layer.path) if layer.path else "The model"

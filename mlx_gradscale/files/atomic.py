@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..torch_checkpoint.atomic import atomic_write
+from ..torch_checkpoint.disk import atomic_write, hidden_path, sync
 
 __all__ = ["atomic_folder", "atomic_write", "discard", "sync", "temporary_folder"]
 
@@ -50,7 +50,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Create a hidden folder; remove it after the block unless it was renamed."""
-    descriptor, folder = os.open(parent, os.O_RDONLY), _hidden_path(parent)
+    descriptor, folder = os.open(parent, os.O_RDONLY), hidden_path(parent)
     try:
         with suppress(OSError):  # another writer holds the lock
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,21 +67,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 def discard(folder: Path) -> None:
     """Remove a folder, hiding it first so that it is never visible half-removed."""
-    hidden = _hidden_path(folder.parent)
+    hidden = hidden_path(folder.parent)
     with suppress(FileNotFoundError):  # another writer has removed it
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def sync(*paths: Path) -> None:
-    """Sync files, or the directory entries of folders, to disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _hidden_path(parent: Path) -> Path:
-    return parent / f".mlx_gradscale-{secrets.token_hex(8)}.tmp"

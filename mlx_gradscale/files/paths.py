@@ -2,26 +2,14 @@
 
 import json
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..torch_checkpoint.disk import open_file as open_file
+
 # The worst JSON text of this size takes 0.6 GB when parsed (single-key objects).
 LONGEST_JSON = 2**24
-
-
-def open_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file for ``open(..., opener=open_file)``; raise unless it is regular.
-
-    Opening a pipe could block forever, and opening a device could have side effects.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(
-            f"{os.fspath(path)} is not a regular file. Pass the path of a file, not of "
-            "a folder, a pipe or a device."
-        )
-    return os.open(path, flags)
 
 
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:

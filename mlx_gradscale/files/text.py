@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-import mlx.core as mx
+from ..torch_checkpoint.tensors import dtype_name as dtype_name
 
 
 def printable(value: object) -> str:
@@ -42,11 +42,6 @@ def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     columns = [f"{{:{'<' if i < left else '>'}{n}}}" for i, n in enumerate(widths)]
     return "\n".join("  ".join(columns).format(*row).rstrip() for row in cells)
-
-
-def dtype_name(of: mx.array | mx.Dtype) -> str:
-    """Return the name of a dtype, or of an array's dtype."""
-    return str(getattr(of, "dtype", of)).rpartition(".")[2]
 
 
 def power(value: float) -> str:

@@ -1,6 +1,6 @@
 """Make selected layers of a half-precision model compute in float32."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..core.forward import is_opaque, writable_arrays
+from ..core.forward import compute_dtype, is_opaque, writable_arrays
 from ..core.intercept import get_handlers, set_handlers
 from ..core.masters import HALF, to_float32
-from ..core.trees import Writes, commit, is_floating, leaves
+from ..core.trees import Writes, commit, leaves
 from ..files.text import dtype_name
 from .where import TO_THE_LOSS, is_inside, ordered_modules, resolve
 
@@ -22,6 +22,9 @@ _OWN_DTYPE = "_statistics_dtype"
 
 # Whether the current code runs inside the call of a float32 layer.
 _is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
+# The half-precision dtype in which the last chain started, for a layer at its end that
+# sees no other dtype than float32.
+_chain_dtype: ContextVar[mx.Dtype | None] = ContextVar("chain_dtype", default=None)
 
 
 @dataclass(eq=False)
@@ -29,13 +32,12 @@ class Float32Call:
     """Handler that makes a layer compute in float32.
 
     Attributes:
+        starts_chain (bool): Whether its arguments come from outside.
         casts_back (bool): Whether to cast outputs back to half precision.
-        neighbors (tuple): Modules outside the float32 layers. Outputs are cast to their
-            dtype if the layer has no half-precision arguments or parameters.
     """
 
+    starts_chain: bool
     casts_back: bool
-    neighbors: tuple[nn.Module, ...]
     computes_in_float32 = True
 
     def __call__(
@@ -47,16 +49,23 @@ class Float32Call:
         token = _is_inside_layer.set(True)
         try:
             with _upcast_parameters(module) as parameter_dtype:
-                named = {name: _upcast(x) for name, x in kw.items()}
-                outputs = function(*_upcast(args), **named)
+                cast_args, cast_kw = map_arguments(to_float32, args, kw)
+                outputs = function(*cast_args, **cast_kw)
         finally:
             _is_inside_layer.reset(token)
         given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
-        nearby = (x for module in self.neighbors for x in module.values())
-        dtype = first_half(given) or parameter_dtype or first_half(nearby)
+        dtype = first_half(given) or parameter_dtype or compute_dtype.get()
+        if self.starts_chain:
+            _chain_dtype.set(dtype)
+        dtype = dtype or _chain_dtype.get()
         if dtype is None or not self.casts_back:
             return outputs
-        return _downcast(dtype, outputs)
+
+        def downcast(x: Any) -> Any:
+            is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32
+            return x.astype(dtype) if is_float32 else x
+
+        return tree_map(downcast, outputs, is_leaf=is_opaque)
 
 
 def computes_in_float32(module: nn.Module) -> bool:
@@ -122,52 +131,46 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     chains = resolve(model, where)
     modules = dict(ordered_modules(model))
     paths = list(dict.fromkeys(path for chain in chains.values() for path in chain))
-    neighbors = _find_neighbors(modules, paths)
-
-    def ids(paths: Iterable[str]) -> set[int]:
-        # Compare modules by id, because a module may have several paths.
-        return {id(modules[path]) for path in paths}
-
-    selected, inside = ids(paths), ids(p for p in modules if is_inside(p, *paths))
-    # The last layer of one chain may pass float32 on in another chain.
-    passing = ids(
-        path
+    # Modules are compared by id, because one module may have several paths. The last
+    # layer of a chain may pass float32 on in another chain.
+    passing = {
+        id(modules[path])
         for entry, chain in chains.items()
         for path in chain[: None if entry.endswith(TO_THE_LOSS) else -1]
-    )
+    }
+    starts = {id(modules[chain[0]]) for chain in chains.values()}
+    selected = {id(modules[path]) for path in paths}
+    inside = {id(modules[path]) for path in modules if is_inside(path, *paths)}
     for module in modules.values():
         handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
         if id(module) in selected:
-            # Insert it innermost, so that measuring handlers see half precision.
-            handlers.insert(0, Float32Call(id(module) not in passing, neighbors))
+            # Innermost, so that handlers that measure see half precision.
+            call = Float32Call(id(module) in starts, id(module) not in passing)
+            handlers.insert(0, call)
         set_handlers(module, tuple(handlers))
         _cast_statistics(module, id(module) in inside)
     return paths
 
 
-def _upcast(argument: Any) -> Any:
-    """Upcast an array, or the arrays in a tuple, from half precision to float32.
+def map_arguments(
+    new: Callable[[mx.array], Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Replace the arrays in the arguments of a call, also those in tuples.
 
-    Lists, dicts and caches are returned unchanged, because a module may write to them.
+    Lists, dicts and caches stay as they are, because a module may write to them.
     """
 
     def is_leaf(x: Any) -> bool:
         return not isinstance(x, tuple) or is_opaque(x)
 
-    def upcast(x: Any) -> Any:
-        return to_float32(x) if isinstance(x, mx.array) else x
+    def replace(argument: Any) -> Any:
+        return tree_map(
+            lambda x: new(x) if isinstance(x, mx.array) else x,
+            argument,
+            is_leaf=is_leaf,
+        )
 
-    return tree_map(upcast, argument, is_leaf=is_leaf)
-
-
-def _downcast(dtype: mx.Dtype, outputs: Any) -> Any:
-    """Cast the float32 arrays in a call's outputs to ``dtype``."""
-
-    def downcast(x: Any) -> Any:
-        is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32
-        return x.astype(dtype) if is_float32 else x
-
-    return tree_map(downcast, outputs, is_leaf=is_opaque)
+    return replace(args), {name: replace(x) for name, x in kwargs.items()}
 
 
 @contextmanager
@@ -222,25 +225,6 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
     """Return the dtype of the first half-precision array, or None."""
     dtypes = (x.dtype for x in arrays if isinstance(x, mx.array))
     return next((dtype for dtype in dtypes if dtype in HALF), None)
-
-
-def _find_neighbors(
-    modules: dict[str, nn.Module], paths: list[str]
-) -> tuple[nn.Module, ...]:
-    """Return the smallest module of each class that does not overlap ``paths``.
-
-    Small ones, because handlers keep them in memory, and one of each class, because
-    ``keep=`` may leave all norms, for example, in float32.
-    """
-
-    def size(module: nn.Module) -> int:
-        arrays = (x for x in module.values() if isinstance(x, mx.array))
-        return sum(x.size for x in arrays if is_floating(x))
-
-    related = {p for p in modules for q in paths if is_inside(p, q) or is_inside(q, p)}
-    found = [m for path, m in modules.items() if path not in related and size(m)]
-    found.sort(key=size, reverse=True)
-    return tuple({type(module): module for module in found}.values())
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:

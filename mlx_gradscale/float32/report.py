@@ -31,20 +31,19 @@ class Row:
         largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether this is a float32 layer, or inside one.
         maximum (float): The largest finite number of the dtype: 65504 for float16.
-        overflows_inside (bool): Whether the layer was selected although its inputs and
-            outputs fit. Usually, an intermediate result overflows or comes close.
     """
 
     layer: str
     largest: float
     is_float32: bool
     maximum: float = 65504.0
-    overflows_inside: bool = False
 
     @property
     def headroom(self) -> float:
         """``log2(maximum / largest)``, the number of doublings before an overflow."""
-        return math.log2(self.maximum / self.largest) if self.largest else math.inf
+        if self.largest in (0.0, math.inf):
+            return -math.inf if self.largest else math.inf
+        return math.log2(self.maximum / self.largest)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Float32Search:
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.
         scale (float): The loss scale at which ``where`` was verified.
-        calibration (str): The line of code that finds a loss scale before training.
     """
 
     where: list[str]
@@ -70,38 +68,30 @@ class Float32Search:
     losses: list[tuple[float, float]] = field(default_factory=list)
     float16_parameters: float = 1.0
     scale: float = FIRST_SCALE
-    calibration: str = ""
 
     @property
     def line(self) -> str:
         """The code that fixes the overflow, and its cost; "" if none is needed."""
-        why: dict[str, str] = {}
+        if self.problem:
+            return ""
+        lines = []
         if self.where:
             where = self.where[0] if len(self.where) == 1 else self.where
-            why[f"    mlx_gradscale.float32_layers(model, {where!r})"] = self.cost
+            is_worth_it = self.float16_parameters >= 0.5
+            lines += [
+                self.cost,
+                ("Add" if is_worth_it else "To compute in half precision anyway, add")
+                + " these lines before the first step, and compile it again:",
+                "    import mlx_gradscale",
+                f"    mlx_gradscale.float32_layers(model, {where!r})",
+            ]
         if self.scale != FIRST_SCALE:
             what = "overflow" if self.scale < FIRST_SCALE else "underflow"
-            why[f"    {self.calibration}"] = (
+            lines.append(
                 f"The gradients {what} at a loss scale of 65536, where a run starts. "
-                "calibrate() finds a better scale on one batch."
+                "mlx_gradscale.diagnostics.calibrate() finds a better scale."
             )
-        if self.problem or not why:
-            return ""
-        is_worth_it = not self.where or self.float16_parameters >= 0.5
-        add = "Add" if is_worth_it else "To compute in half precision anyway, add"
-        add += " these lines before the first step, and compile it again:"
-        return "\n".join([*why.values(), add, "    import mlx_gradscale", *why])
-
-    @property
-    def summary(self) -> list[str]:
-        """The layers in ``where`` and the reason for each, as lines of text."""
-        if not self.where:
-            return ["Every layer can compute in half precision."]
-        lines = ["These layers must compute in float32:"]
-        for entry, why in self.reasons.items():
-            model = "" if entry.partition(TO)[0] else "(model)"
-            lines.append(f"  {model}{entry}: {why}")
-        return lines
+        return "\n".join(lines)
 
     @property
     def cost(self) -> str:
@@ -131,7 +121,12 @@ class Float32Search:
     def __str__(self) -> str:
         if self.problem:
             return f"Computing layers in float32 does not help. {self.problem}"
-        lines = self.summary
+        lines = ["Every layer can compute in half precision."]
+        if self.where:
+            lines = ["These layers must compute in float32:"]
+        for entry, why in self.reasons.items():
+            model = "" if entry.partition(TO)[0] else "(model)"
+            lines.append(f"  {model}{entry}: {why}")
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines += [f"Loss {', '.join(losses)}.", *filter(None, [self.line])]
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]

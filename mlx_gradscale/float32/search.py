@@ -1,26 +1,49 @@
 """Find the layers of a half-precision model that must compute in float32."""
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..core.backward import check_loss_fn
 from ..core.forward import Casting
-from ..core.gradients import check_loss_fn
-from ..files.text import dtype_name, power
-from .faults import find_fault
+from .check import Check, check, find_bad_gradient, find_bad_input, is_off
+from .layers import float32_layers
 from .report import FIRST_SCALE, Float32Search, Row
-from .trial import Call, Progress, Run, Trial, Value, relative_distance
-from .where import TO, TO_THE_LOSS, is_inside, owner_of, resolve
+from .trace import (
+    Call,
+    Fault,
+    describe_error,
+    find_first,
+    find_wrong,
+    floats,
+    magnitude,
+    trace,
+)
+from .trial import Trial, preserved
+from .where import TO, TO_THE_LOSS, is_inside, resolve
 
-# The smallest and the largest loss scale to try, and the factor between two.
-_SMALLEST, _LARGEST, _FACTOR = 2.0**-40, 2.0**40, 2.0**8
-# If the largest scaled gradient is smaller, many others underflow below 2**-25.
-_SMALL = 2.0**-8
+# Seconds before progress is printed: shorter work ends before anyone wonders.
+_DELAY = 3.0
+# Errors of a layer in half precision. Rounding stays below the first; an overflow in a
+# sum exceeds it. The second applies if the loss is off but no error exceeds the first.
+_FAR, _SUSPICIOUS = 0.25, 0.05
+# How often layers are added for one batch, and how many layers before the loss to try.
+_ROUNDS, _LAST_LAYERS = 5, 8
+_EVEN_IN_FLOAT32 = "gives non-finite values even in float32."
+_LOOK = (
+    "Look for values that grow too large, a logarithm or square root of zero, a "
+    "division by zero, or a cast to half precision."
+)
+_ROOT = (
+    "The derivatives of sqrt and of a norm, for example, are inf or NaN at zero, which "
+    "an epsilon fixes."
+)
 
 
 class NoFixFound(Exception):
@@ -39,15 +62,18 @@ def find_float32_layers(
 ) -> Float32Search:
     """Find the layers that must compute in float32, and verify that they suffice.
 
-    Every batch runs forward and backward in float32 and in half precision. If a value
-    between layers comes within a factor of ``margin`` of the dtype's maximum, 65504 for
-    float16, the search selects all layers from the one that computes this value to the
-    last one that reads it. The search also selects layers whose values are non-finite
-    or too far from float32. Finally, the loss and gradients must match float32.
+    Every batch runs once in float32, and each layer also in half precision on the same
+    inputs. If a value between layers comes within a factor of ``margin`` of the dtype's
+    maximum, 65504 for float16, the search selects all layers from the one that computes
+    this value to the last one that reads it. If the loss in half precision still
+    differs from float32, it also selects the layers whose outputs differ. Finally, the
+    gradients of the whole model must match float32.
 
-    The search does not change the model. Pass the result to
-    :func:`mlx_gradscale.float32_layers`, or save it for later. If the search takes
-    longer than three seconds, its runs are printed to stderr.
+    For each batch, this takes the time of about five training steps in float32 if no
+    layers are wrong, and of at most about forty. The model must fit into memory in
+    float32, with the gradients of two passes. On a terminal, a search that takes longer
+    than three seconds prints its runs to stderr. The search does not change the model.
+    Pass the result to :func:`mlx_gradscale.float32_layers`, or save it for later.
 
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
@@ -109,127 +135,92 @@ def find_float32_layers(
             "The model does not compute in half precision. Pass compute_dtype="
             "mx.float16, or call model.set_dtype(mx.float16) first."
         )
-    return search(trials, tolerance, margin)
+    return search(trials, tolerance, margin)[0]
 
 
 def search(
     trials: Sequence[Trial], tolerance: float, margin: float = 1.0
-) -> Float32Search:
-    """Run the search of :func:`find_float32_layers` on one trial per batch."""
-    state, problem = _Search(trials[0], margin), ""
+) -> tuple[Float32Search, Fault | None]:
+    """Run the search of :func:`find_float32_layers` on one trial per batch.
+
+    Also returns the first fault of the forward pass without float32 layers.
+    """
+    state, problem = _Search(trials[0], tolerance, margin), ""
     try:
-        compared = []
+        traced = [(trial, *state.cover(trial)) for trial in trials]
+        for each in traced:
+            state.fix_loss(*each)
         for trial in trials:
-            reference = state.run_in_float32(trial)
-            compared.append(replace(trial, reference=reference, tolerance=tolerance))
-        tried = None
-        while tried != list(state.reasons):
-            tried = list(state.reasons)
-            state.halves = [state.grow(trial) for trial in compared]
+            state.check_gradients(trial)
     except NoFixFound as error:
         state.reasons, problem = {}, str(error)
-    return replace(state.report(problem), calibration=calibration_line(trials[0]))
-
-
-def run_scaled(trial: Trial, where: Iterable[str] | None, progress: Progress) -> Run:
-    """Run in half precision, at a loss scale at which the gradients fit, if any does.
-
-    ``where`` replaces the model's float32 layers for this run; None keeps them.
-    """
-    layers = None if where is None else list(where)
-    names = [x if x.partition(TO)[0] else f"the model{x}" for x in layers or ()]
-    text = f", with {', '.join(names)} in float32" if names else ""
-
-    def run(scale: float) -> Run:
-        progress.show(f"{trial.name} in half precision at {power(scale)}{text}")
-        return trial.run(layers, scale)
-
-    half = larger = run(FIRST_SCALE)
-    while not half.has_finite_gradients and math.isfinite(half.loss):
-        if half.scale <= _SMALLEST:
-            return half
-        half = run(half.scale / _FACTOR)
-    while larger.has_finite_gradients and not larger.is_loss_off:
-        half = larger
-        largest = max(value.largest for value in half.gradients)
-        is_small = largest * half.scale < _SMALL and half.scale < _LARGEST
-        if half.is_good or not is_small:
-            break
-        larger = run(half.scale * _FACTOR)
-    return half
-
-
-def calibration_line(trial: Trial, source: str = "optimizer") -> str:
-    """Return the line of code that calibrates the loss scale for a trial."""
-    name = getattr(trial.loss_fn, "__name__", "")
-    arguments = [source, "model", name if name.isidentifier() else "loss_fn"]
-    arguments += ["*batch"] if trial.args else []
-    arguments += [f"{name}={name}" for name in trial.kwargs]
-    dtype, keep, cast_inputs = trial.casting
-    arguments += [f"compute_dtype=mx.{dtype_name(dtype)}"] if dtype else []
-    arguments += ["keep=keep"] if keep else []
-    arguments += [] if cast_inputs else ["cast_inputs=False"]
-    return f"mlx_gradscale.diagnostics.calibrate({', '.join(arguments)})"
+    return state.report(problem), state.fault
 
 
 class _Search:
-    """The state of a search: the layers found so far, and the runs of every batch."""
+    """The state of a search: the layers found so far, and the largest values."""
 
-    def __init__(self, trial: Trial, margin: float):
+    def __init__(self, trial: Trial, tolerance: float, margin: float):
         self.reasons: dict[str, str] = {}
-        self.references: list[Run] = []
-        self.halves: list[Run] = []
-        self._model = trial.model
-        self._maximum = float(mx.finfo(trial.half or mx.float16).max)
-        self._margin = margin
-        self._progress = Progress("Search for float32 layers")
-        # Magnitudes to ignore: of the batch, and of values that training cannot change.
-        self._given: set[float] = set()
+        self.fault: Fault | None = None
+        self._checks: list[Check] = []
+        self._model, self._tolerance = trial.model, tolerance
+        self._half = trial.half or mx.float16
+        self._maximum = float(mx.finfo(self._half).max)
+        self._large = self._maximum / margin
+        self._largest: dict[str, float] = {}
+        self._count, self._start = 0, time.monotonic()
 
-    def run_in_float32(self, trial: Trial) -> Run:
-        """Run a batch in float32, and select the layers that exchange large values."""
-        self._progress.show(f"{trial.name} in float32")
-        reference = trial.reference or trial.run_in_float32()
-        fault = find_fault(trial, reference)
-        if fault is None:
-            self.references.append(reference)
-            self._cover(reference.loss_call)
-            return reference
-        why = f"{trial.name} gives non-finite values even in float32. {fault.text}"
-        if fault.cause not in ("batch", "parameters"):
-            why += (
-                f" The loss is {reference.loss}. Look for values that grow too large, "
-                "a logarithm or square root of zero, a division by zero, or a cast to "
-                "half precision."
-            )
-        raise NoFixFound(why)
+    def _show(self, run: str) -> None:
+        self._count += 1
+        if sys.stderr.isatty() and time.monotonic() - self._start >= _DELAY:
+            text = f"Search for float32 layers, run {self._count}: {run}"
+            print(text, file=sys.stderr, flush=True)
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
         where = list(resolve(self._model, self.reasons))
         inside = self._paths(where)
-        largest: dict[str, float] = {}
-        for x in (x for run in self.references for x in run.forward):
-            largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
-        rows = []
-        for path, size in largest.items():
-            overflows_inside = path in where and size <= self._maximum
-            is_float32 = is_inside(path, *inside)
-            rows.append(Row(path, size, is_float32, self._maximum, overflows_inside))
-        losses = [(half.expected_loss, half.loss) for half in self.halves]
+        rows = [
+            Row(path, size, is_inside(path, *inside), self._maximum)
+            for path, size in self._largest.items()
+        ]
+        losses = [(found.expected_loss, found.loss) for found in self._checks]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
-        scale = min((half.scale for half in self.halves), default=FIRST_SCALE)
+        scale = min((found.scale for found in self._checks), default=FIRST_SCALE)
         return Float32Search(where, reasons, rows, problem, losses, share, scale)
 
     # Large values between layers, as measured in the float32 run.
 
+    def cover(self, trial: Trial) -> tuple[Call, float]:
+        """Trace a batch in float32, and select the layers that exchange large values.
+
+        Returns the call of the loss function, and the loss.
+        """
+        self._show(f"{trial.name} in float32")
+        with preserved(self._model):
+            float32_layers(self._model, [])
+            call, loss, *_ = trace(trial, errors=True)
+        if not math.isfinite(loss):
+            cause, fault = find_bad_input(trial) or ("", find_first(call, mx.float32))
+            text = fault.text if fault else ""
+            text += "" if cause else f" The loss is {loss}. {_LOOK}"
+            raise NoFixFound(f"{trial.name} {_EVEN_IN_FLOAT32} {text.strip()}")
+        for each in call.walk():
+            if each.path is not None:
+                size = max(each.largest, self._largest.get(each.path, 0.0))
+                self._largest[each.path] = size
+        self.fault = self.fault or find_first(call, self._half, _FAR)
+        # The batch itself can be large, but training does not change it.
+        batch = floats((trial.args, trial.kwargs))
+        self._given = {float(magnitude([x])) for x in batch}
+        self._cover(call)
+        return call, loss
+
     def _cover(self, call: Call) -> None:
         """Select a call's layers that exchange values near or above the maximum."""
-        if call.path is None:
-            inputs = [v for c in call.children for v in c.inputs]
-            self._given = {v.magnitude for v in inputs if not v.has_gradient}
-        large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
+        large = self._large_calls(call)
         for child in call.children:
             if child not in large:
                 self._cover(child)
@@ -237,7 +228,7 @@ class _Search:
         if all(is_inside(c.path or "", *inside) for c in large):
             return
         entry = self._chain_for(call, call.children.index(large[0]))
-        largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
+        largest = max(c.largest for c in large)
         above = "above" if largest > self._maximum else "close to"
         self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
 
@@ -250,13 +241,13 @@ class _Search:
         # "head to the loss". If blocks.0 itself computes 1e5 between its own layers,
         # the call is that of blocks.0, and the entry "blocks.0".
         children = call.children
-        if self._is_large(children[first].inputs):
+        if self._is_large(children[first].largest_input):
             # The caller's own code computed the value, between calls of its children.
             if call.path is not None and (self._share([call.path]) <= 0.5 or not first):
                 return call.path
             first = max(first - 1, 0)
-        readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
-        makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
+        readers = [i for i, c in enumerate(children) if self._is_large(c.largest_input)]
+        makers = [i for i, c in enumerate(children) if self._is_large(c.largest_output)]
         last = max([*readers, *(i + 1 for i in makers)])
         if last < len(children):
             return self._name_chain(children[first : last + 1])
@@ -265,10 +256,10 @@ class _Search:
         # The value reaches the loss function. If a model returns the value of its last
         # layers, only these have to compute in float32.
         calls = children[first:]
-        while len(calls) == 1 and not self._is_large(calls[0].inputs):
+        while len(calls) == 1 and not self._is_large(calls[0].largest_input):
             inner = calls[0].children
-            large = [c for c in inner if self._is_large(c.inputs + c.outputs)]
-            if not large or self._is_large(large[0].inputs):
+            large = self._large_calls(calls[0])
+            if not large or self._is_large(large[0].largest_input):
                 break
             calls = inner[inner.index(large[0]) :]
         return f"{self._name_chain(calls)}{TO_THE_LOSS}"
@@ -278,59 +269,81 @@ class _Search:
         short = TO.join(dict.fromkeys([paths[0], paths[-1]]))
         return short if self._paths([short]) == paths else TO.join(paths)
 
-    def _is_large(self, values: list[Value]) -> bool:
-        sizes = {value.magnitude for value in values} - self._given
-        return any(size >= self._maximum / self._margin for size in sizes)
+    def _is_large(self, size: float) -> bool:
+        return size >= self._large and size not in self._given
 
-    # Faults inside layers, where half precision deviates from float32.
+    def _large_calls(self, call: Call) -> list[Call]:
+        sizes = [(x, (x.largest_input, x.largest_output)) for x in call.children]
+        return [x for x, size in sizes if any(map(self._is_large, size))]
 
-    def grow(self, trial: Trial) -> Run:
-        """Select layers until this batch agrees with float32; return its last run."""
-        while True:
-            half = run_scaled(trial, self.reasons, self._progress)
-            fault = find_fault(trial, half)
-            if fault is None:
-                return half
-            if fault.cause == "gradients" and not fault.text:
-                distance = relative_distance(half.gradients)
-                raise NoFixFound(
-                    "Nothing overflows, but rounding changes the gradients by "
-                    f"{distance:.0%} compared with float32. Train in float32, or raise "
-                    "the tolerance of find_float32_layers."
-                )
-            instead = f"{half.loss:.4g} instead of {half.expected_loss:.4g}"
-            why = fault.text or f"The loss is {instead}."
-            entry = self._entry_for(trial, half, fault.layer)
-            if entry is None:
-                raise NoFixFound(
-                    "Even computing the whole model in float32 is not enough. "
-                    f"{why} Look for a cast to half precision or a division by zero in "
-                    "the model and in the loss function."
-                )
-            self.reasons[entry] = why
+    # Layers that are wrong in half precision.
 
-    def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
-        """Return the next layer or chain to compute in float32, or None."""
-        # Example: the output of blocks.0.norm is wrong: "blocks.0.norm". If it is still
-        # wrong in float32, the cause is around it: "blocks.0", then "" (the model). If
-        # the loss function is at fault (path is None), try "head to the loss" and
-        # earlier layers, until the loss is right.
-        if path is not None:
-            inside = self._paths(self.reasons)
-            called = {"", *(value.path for value in half.forward)}
-            while path and is_inside(path, *inside):
-                path = owner_of(called - {path}, path)
-            return None if is_inside(path, *inside) else path
-        paths = [value.path for value in half.forward if value.side == "output"]
+    def fix_loss(self, trial: Trial, call: Call, expected: float) -> None:
+        """Select layers until the loss of this batch agrees with float32."""
+        for _ in range(_ROUNDS):
+            loss = self._loss(trial, self.reasons)
+            if not is_off(loss, expected, self._tolerance):
+                return
+            if self.reasons:
+                self._show(f"{trial.name} in float32")
+                with preserved(self._model):
+                    float32_layers(self._model, list(self.reasons))
+                    call = trace(trial, errors=True).call
+            why = f"The loss is {loss:.4g} instead of {expected:.4g}."
+            wrong = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
+            found = {x.path or "": describe_error(x, self._half) for x in wrong}
+            if not found and (last := self._find_last_layer(trial, call, expected)):
+                found = {last: why}
+            if not found.keys() - self.reasons.keys():
+                break
+            self.reasons |= found
+        raise NoFixFound(
+            "Even computing the whole model in float32 is not enough. "
+            f"{why} Look for a cast to half precision or a division by zero in the "
+            "model and in the loss function."
+        )
+
+    def _find_last_layer(self, trial: Trial, call: Call, expected: float) -> str | None:
+        """Return the chain to the loss that is needed if the loss function is wrong."""
+        paths = [x.path for x in call.walk() if x.outputs and x.path]
         # Skip layers called twice, such as tied embeddings: both outputs would change.
-        once = [p for p in reversed(paths) if p and paths.count(p) == 1]
+        once = [path for path in reversed(paths) if paths.count(path) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
-        for last in [*single[:8], ""]:
+        for last in [*single[:_LAST_LAYERS], ""]:
             entry = f"{last}{TO_THE_LOSS}"
-            run = run_scaled(trial, [*self.reasons, entry], self._progress)
-            if run.is_good or (half.is_loss_off and not run.is_loss_off):
+            loss = self._loss(trial, [*self.reasons, entry])
+            if not is_off(loss, expected, self._tolerance):
                 return entry
         return None
+
+    def _loss(self, trial: Trial, where: Iterable[str]) -> float:
+        """Return the loss in half precision with these float32 layers."""
+        self._show(f"{trial.name} in half precision")
+        with preserved(self._model):
+            float32_layers(self._model, list(where))
+            loss, _ = trial.differentiate()
+            return float(loss)
+
+    def check_gradients(self, trial: Trial) -> None:
+        """Check the gradients of this batch at a scale at which they fit."""
+        self._show(f"{trial.name} forward and backward")
+        scales = FIRST_SCALE, None
+        found = check(trial, list(self.reasons), scales, self._tolerance)
+        self._checks.append(found)
+        if found.is_good:
+            return
+        with trial.in_float32() as exact:
+            bad = find_bad_gradient(exact)
+        if bad:
+            text = f"{_EVEN_IN_FLOAT32} {bad.text}"
+            raise NoFixFound(f"{trial.name} {text} {_ROOT}")
+        if found.is_finite:
+            raise NoFixFound(
+                "Nothing overflows, but rounding or underflow changes the gradients by "
+                f"{found.distance:.0%} compared with float32. Train in float32, or "
+                "raise the tolerance of find_float32_layers."
+            )
+        raise NoFixFound(f"The gradients are non-finite at every loss scale. {_ROOT}")
 
     def _paths(self, where: Iterable[str]) -> list[str]:
         return [p for paths in resolve(self._model, where).values() for p in paths]

@@ -4,6 +4,7 @@ import difflib
 import os
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import mlx.nn as nn
@@ -52,7 +53,11 @@ def resolve(model: nn.Module, where: Any) -> dict[str, list[str]]:
     modules = dict(ordered_modules(model))
     found: dict[str, list[str]] = {}
     for entry in _entries(where, modules):
-        found |= _resolve_entry(modules, entry)
+        names = entry.removesuffix(TO_THE_LOSS).split(TO)
+        if names == [entry]:
+            found |= {path: [path] for path in _matches(modules, entry)}
+        else:
+            found[entry] = _chain(modules, names)
     every = {path for paths in found.values() for path in paths}
     for path in every:
         if not callable(modules[path]):
@@ -71,17 +76,11 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     where = getattr(where, "where", where)
     is_file = isinstance(where, str) and where.endswith(".json")
     if is_file or isinstance(where, os.PathLike):
-        return read_where(where)
+        return _read(where)
     if isinstance(where, str):
         return [where]
     if callable(where) and not isinstance(where, (type, nn.Module)):
-        found = [path for path, module in modules.items() if where(path, module)]
-        if not found:
-            raise ValueError(
-                "The where function did not select any module. It receives the path "
-                "of a module and the module itself, and returns whether to select it."
-            )
-        return found
+        return [path for path, module in modules.items() if where(path, module)]
     entries: list[Any] = list(where) if isinstance(where, Iterable) else [None]
     if not all(isinstance(entry, str) for entry in entries):
         raise TypeError(
@@ -91,30 +90,22 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     return entries
 
 
-def _resolve_entry(modules: dict[str, nn.Module], entry: str) -> dict[str, list[str]]:
-    names = entry.removesuffix(TO_THE_LOSS).split(TO)
-    found = [_matches(modules, name) for name in names]
-    if names == [entry]:
-        return {path: [path] for path in found[0]}
-    named = {path for matches in found for path in matches}
-    paths = found[0]
-    for matches in found[1:]:
-        between = _between(modules, paths[-1], matches[0])
-        # A layer that the chain names is listed only where the chain names it.
-        paths = [*paths, *(path for path in between if path not in named), *matches]
-    return {entry: paths}
-
-
-def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
-    """Return the layers that the model defines between two given ones."""
+def _chain(modules: dict[str, nn.Module], names: list[str]) -> list[str]:
+    """Return the named layers, and those that the model defines between them."""
     paths = list(modules)
-    return [
-        path
-        for path in paths[paths.index(first) + 1 : paths.index(last)]
-        if callable(modules[path])
-        and not is_inside(path, first)
-        and not is_inside(last, path)
-    ]
+    for name in names:
+        if name not in modules:
+            raise _unknown(modules, name)
+    found = names[:1]
+    for first, last in pairwise(names):
+        found += [
+            path
+            for path in paths[paths.index(first) + 1 : paths.index(last)]
+            if callable(modules[path])
+            and not (is_inside(path, first) or is_inside(last, path) or path in names)
+        ]
+        found.append(last)
+    return found
 
 
 def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
@@ -122,13 +113,17 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
         return [name]
     found = [path for path in modules if path and fnmatchcase(path, name)]
     if not found:
-        near = difflib.get_close_matches(name, [m for m in modules if m], 3, cutoff=0.4)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"The model has no module {name!r}.{hint}")
+        raise _unknown(modules, name)
     return found
 
 
-def read_where(path: str | os.PathLike[str]) -> list[str]:
+def _unknown(modules: dict[str, nn.Module], name: str) -> ValueError:
+    near = difflib.get_close_matches(name, [m for m in modules if m], 3, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return ValueError(f"The model has no module {name!r}.{hint}")
+
+
+def _read(path: str | os.PathLike[str]) -> list[str]:
     """Read the list of float32 layers from a file that ``Float32Search.save`` wrote."""
     content = read_json(path)
     if isinstance(content, dict) and FORMAT.items() <= content.items():

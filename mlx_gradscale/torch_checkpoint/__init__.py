@@ -6,8 +6,8 @@ returns it with a lazy ``Tensor`` for every tensor, and ``save`` writes files th
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. What a file can make it
-allocate is bounded: a pickle of 64 MiB and 5 million instructions, a zip directory of
-32 MiB, and tensors of four times the size of the file. Checksums are verified; pipes
+allocate is bounded: a pickle of 64 MiB and 4 million instructions, a zip directory of
+16 MiB, and tensors of four times the size of the file. Checksums are verified; pipes
 and devices are refused.
 
 Not supported: DTensors, TorchScript archives, ``torch.distributed.checkpoint`` folders

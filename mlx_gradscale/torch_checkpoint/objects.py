@@ -1,9 +1,4 @@
-"""The values of a checkpoint that Python's and MLX's types cannot represent.
-
-A pickle describes how to create an object: a name, arguments and a state. A
-``Placeholder`` stores this description as data; nothing is imported or called. The
-writer writes the same description, so a program that knows the class can load it.
-"""
+"""Errors, and the values of a checkpoint that Python cannot represent."""
 
 import re
 from contextlib import suppress
@@ -40,6 +35,9 @@ def check(
 class Placeholder:
     """A class, function or object in a file, stored as data and never executed.
 
+    A pickle describes how to create an object: a name, arguments and a state. The
+    writer writes the same description, so a program that knows the class can load it.
+
     Attributes:
         module (str): The module of the class or function.
         name (str): Its name in the module.
@@ -65,6 +63,11 @@ class Placeholder:
 
     def __post_init__(self) -> None:
         self.path = f"{_RENAMED.get(self.module, self.module)}.{self.name}"
+        is_name = len(self.path) < 1000 and self.path.isprintable()
+        check(
+            is_name and "" not in self.path.split("."),
+            f"{self.path[:120]!a} is not a class or function name",
+        )
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return a placeholder for the object made by calling this one."""
@@ -78,13 +81,13 @@ class Placeholder:
         return values[0] if opcode == b"b" else None
 
     def __str__(self) -> str:
-        text = self.path
+        text = self.path[:_MAX_TEXT]
         if self.args is not None:
             state = self.state if type(self.state) is dict else {}
-            shown = [_show(item) for item in self.args[:_MAX_ITEMS]]
+            shown = [_show(x) for x in self.args[:_MAX_ITEMS]]
             for key, item in islice(state.items(), _MAX_ITEMS):
                 shown.append(f"{_show(key).strip(chr(39))}={_show(item)}")
-            text = f"{text[:_MAX_TEXT]}({', '.join(shown)})"
+            text = f"{text}({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:
@@ -122,7 +125,7 @@ def plain_value(value: Any) -> Any:
         return value.state
     if path == "collections.defaultdict":
         items = [x for opcode, values in value.edits if opcode in b"su" for x in values]
-        return dict(zip(items[::2], items[1::2], strict=True))
+        return dict(zip(items[::2], items[1::2], strict=False))
     if path == "torch.Size" and [*map(type, value.args)] == [tuple]:
         return value.args[0]
     if path == "numpy.core.multiarray.scalar":

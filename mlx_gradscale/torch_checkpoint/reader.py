@@ -11,14 +11,12 @@ from .tensors import MLX_DTYPES, Source, Storage, Tensor, read_all
 from .tree import replace_tensors, show_path
 from .unpickler import MAX_PICKLE, Unpickler
 
-_MAGIC = 0x1950A86A20F9469CFC6C
-_VERSION = 1001
-# The lengths of the name and of the extra field, in the header of a zip record.
-_LENGTHS = struct.Struct("<2H")
+# What starts a legacy file.
+_MAGIC = [0x1950A86A20F9469CFC6C, 1001]
 # Tensors may be this many times larger than the file, plus 1 MiB.
 _MAX_FACTOR = 4
 # zipfile takes about 15 times the size of a zip directory.
-_MAX_DIRECTORY = 2**25
+_MAX_DIRECTORY = 2**24
 File = str | os.PathLike[str] | bytes
 
 
@@ -51,20 +49,19 @@ def load(file: File) -> Any:
         3
     """
     tree, tensors = _read(file)
-    if any(tensor.dtype not in MLX_DTYPES for tensor in tensors):
-        replace_tensors(tree, _check_dtype)
-    arrays = dict(zip(tensors, read_all(tensors), strict=True))
-    return replace_tensors(tree, lambda _, leaf: arrays[leaf])
+    known = [tensor for tensor in tensors if tensor.dtype in MLX_DTYPES]
+    arrays = dict(zip(known, read_all(known), strict=True))
 
+    def find(path: tuple[Any, ...], leaf: Any) -> Any:
+        check(
+            leaf in arrays,
+            f"{show_path(path)} is {leaf!a:.80}, a dtype that MLX lacks",
+            "Convert the tensor in PyTorch and save again, or read the rest of the "
+            "file with shapes().",
+        )
+        return arrays[leaf]
 
-def _check_dtype(path: tuple[Any, ...], tensor: Tensor) -> None:
-    """Raise an error with the path of a tensor whose dtype MLX does not have."""
-    check(
-        tensor.dtype in MLX_DTYPES,
-        f"{show_path(path)} has the dtype {f'torch.{tensor.dtype}'!a}, which MLX lacks",
-        "Convert the tensor in PyTorch and save again, or read the rest of the file "
-        "with shapes().",
-    )
+    return replace_tensors(tree, find)
 
 
 def shapes(file: File) -> Any:
@@ -97,10 +94,7 @@ def _read(file: File) -> tuple[Any, list[Tensor]]:
     is_zip = source.read(0, 4) == b"PK\x03\x04"
     is_known = is_zip or source.read(0, 1) == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote", "Check the path.")
-    tree, unpickler = (_read_zip if is_zip else _read_legacy)(source)
-    tensors = [*unpickler.tensors.values()]
-    stored = sum([storage.nbytes for storage in unpickler.storages.values()])
-    check(stored <= source.size, "The file is damaged: its records overlap")
+    tree, tensors = (_read_zip if is_zip else _read_legacy)(source)
     # Views may repeat elements, and a storage is read once for each dtype.
     read = {(x.storage, x.dtype): x.storage.nbytes for x in tensors}
     nbytes = max(sum(read.values()), sum([x.nbytes for x in tensors]))
@@ -112,8 +106,14 @@ def _read(file: File) -> tuple[Any, list[Tensor]]:
     return tree, tensors
 
 
-def _read_zip(source: Source) -> tuple[Any, Unpickler]:
-    entries = _zip_entries(source)
+def _read_zip(source: Source) -> tuple[Any, list[Tensor]]:
+    try:
+        with zipfile.ZipFile(_Capped(source.open())) as archive:
+            entries = {info.filename: info for info in archive.infolist()}
+    except Exception as error:  # zipfile raises ten different types
+        raise CheckpointError(
+            f"The zip directory is damaged or cut off ({error}). Copy the file again."
+        ) from error
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
@@ -122,29 +122,24 @@ def _read_zip(source: Source) -> tuple[Any, Unpickler]:
         "Save the state_dict() of the model with torch.save() instead.",
     )
 
-    def find(name: str) -> Storage:
+    def find(name: str, most: int) -> Storage:
         check(folder + name in entries, f"The file has no record {name[:80]!a}")
-        return _find_record(source, entries[folder + name])
+        return _find_record(source, entries[folder + name], most)
 
-    def read(name: str) -> bytes:
-        record = find(name)
-        check(
-            record.nbytes <= MAX_PICKLE,
-            f"The pickle has more than {MAX_PICKLE:,} bytes",
-            "Save large values as tensors.",
-        )
-        return b"".join(record.pieces())
-
+    order = "byteorder"
     check(
-        folder + "byteorder" not in entries or read("byteorder") == b"little",
+        folder + order not in entries or bytes(find(order, 9).read()) == b"little",
         "The file was written on a big-endian machine",
         "Load it in PyTorch on a little-endian machine and save it again.",
     )
-    stream = io.BytesIO(read("data.pkl"))
-    unpickler = Unpickler(stream, lambda key: find(f"data/{key}"))
+    unpickler = Unpickler(io.BytesIO(find("data.pkl", MAX_PICKLE).read()))
     value = unpickler.load()
-    check(not stream.read(1), "There is data after the end of the pickle")
-    return value, unpickler
+    for key, storage in unpickler.storages.items():
+        record = find(f"data/{key}", storage.nbytes)
+        is_whole = record.nbytes == storage.nbytes
+        check(is_whole, f"The record of {storage.nbytes} bytes has {record.nbytes}")
+        vars(storage).update(vars(record) | {"dtype": storage.dtype})
+    return value, [*unpickler.tensors]
 
 
 class _Capped(io.BufferedReader):
@@ -155,22 +150,7 @@ class _Capped(io.BufferedReader):
         return super().read(min(-1 if size is None else size, _MAX_DIRECTORY))
 
 
-def _zip_entries(source: Source) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries of a zip file by name."""
-    try:
-        with zipfile.ZipFile(_Capped(source.open())) as archive:
-            infos = archive.infolist()
-    except Exception as error:  # zipfile raises ten different types
-        raise CheckpointError(
-            f"The zip directory is damaged or cut off ({error}). Copy the file again."
-        ) from error
-    entries = {info.filename: info for info in infos}
-    is_unique = len(entries) == len(infos)
-    check(is_unique, "The zip directory has two records of the same name")
-    return entries
-
-
-def _find_record(source: Source, info: zipfile.ZipInfo) -> Storage:
+def _find_record(source: Source, info: zipfile.ZipInfo, most: int) -> Storage:
     """Return the location of a zip record; raise if it is compressed or damaged."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
@@ -179,24 +159,26 @@ def _find_record(source: Source, info: zipfile.ZipInfo) -> Storage:
         f"The record {name} is compressed or encrypted",
         "Load the file in PyTorch and save it again.",
     )
+    check(info.file_size <= most, f"The record {name} has more than {most:,} bytes")
     is_inside = 0 <= info.header_offset <= source.size
     header = source.read(info.header_offset, 30) if is_inside else b""
     is_header = len(header) == 30 and header[:4] == b"PK\x03\x04"
     check(is_header, f"The record {name} has a damaged header")
-    start = info.header_offset + 30 + sum(_LENGTHS.unpack_from(header, 26))
+    # The header ends with the lengths of the name and of the extra field.
+    start = info.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
     check(start + info.file_size <= source.size, f"The record {name} is cut off")
     return Storage(None, info.file_size, source, start, info.CRC)
 
 
-def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
+def _read_legacy(source: Source) -> tuple[Any, list[Tensor]]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
     stream = io.BytesIO(source.read(0, MAX_PICKLE))
-    unpickler = Unpickler(stream, lambda key: Storage(None, -1, source))
-    for expected in (_MAGIC, _VERSION):
+    unpickler = Unpickler(stream)
+    for expected in _MAGIC:
         found = unpickler.load()
         is_known = type(found) is int and found == expected
         check(is_known, "torch.save() did not write this pickle", "Check the path.")
@@ -206,11 +188,10 @@ def _read_legacy(source: Source) -> tuple[Any, Unpickler]:
     fits = is_list and sorted(keys) == sorted(storages)
     check(fits, "The file is damaged: its storages do not match its tensors")
     at = stream.tell()
-    for key in keys:
-        storage = storages[key]
+    for storage in map(storages.__getitem__, keys):
         count = int.from_bytes(source.read(at, 8), "little", signed=True)
-        storage.start, at = at + 8, at + 8 + storage.nbytes
+        storage.data, storage.start, at = source, at + 8, at + 8 + storage.nbytes
         fits = count == storage.numel and at <= source.size
         check(fits, "The file is damaged: a storage has the wrong size")
     check(at == source.size, "The file has data after the last storage")
-    return value, unpickler
+    return value, [*unpickler.tensors]

@@ -2,28 +2,22 @@
 
 import io
 import os
-import stat
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
-from operator import mul
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from .disk import open_file
 from .objects import check
 
 Array = mx.array | np.ndarray[Any, Any]
 
-# MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
-_MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
-# Data is copied and its checksum computed in pieces that fit in a cache, by this many
-# threads: one thread takes 0.3 s for the checksum of 1 GB.
-_PIECE, _THREADS = 2**18, 4
 # PyTorch's classes of storages, and the dtypes of their elements. Tensors of other
 # dtypes have an untyped storage and record their own dtype.
 STORAGES = {
@@ -40,15 +34,18 @@ STORAGES = {
     "IntStorage": "int32",
     "LongStorage": "int64",
 }
-# The dtypes of arrays that can be saved, and MLX's dtypes of these names.
-DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 MLX_DTYPES: dict[str, mx.Dtype] = {
     name: getattr(mx, "bool_" if name == "bool" else name)
-    for name in DTYPES - {"complex128"}
+    for name in {*STORAGES.values(), "uint16", "uint32", "uint64"} - {"complex128"}
 }
-# The bytes per element. A dtype that is not here has an untyped storage.
+# The bytes per element of the dtypes that can be saved. MLX lacks complex128.
 SIZES = {"complex128": 16} | {name: x.size for name, x in MLX_DTYPES.items()}
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+# MLX stores a dimension as int32.
+MAX_DIM = 2**31 - 1
+# Data is read and its checksum computed in pieces that fit in a cache, by this many
+# threads: one thread takes 0.3 s for the checksum of 1 GB.
+_PIECE, _THREADS = 2**18, 4
 
 
 class Source:
@@ -70,10 +67,7 @@ class Source:
             "Convert it to a file with: python -m torch.distributed.checkpoint."
             f"format_utils dcp_to_torch {shown} FILE",
         )
-        # Opening a pipe would wait for a writer.
-        is_file = stat.S_ISREG(os.stat(file).st_mode)
-        check(is_file, f"{shown} is not a regular file", "Pass the path of a file.")
-        self._descriptor = os.open(file, os.O_RDONLY)
+        self._descriptor = open_file(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
 
@@ -83,12 +77,6 @@ class Source:
             return io.BytesIO(self._data)
         return open(self._descriptor, "rb", closefd=False)
 
-    def read(self, start: int, size: int) -> bytes:
-        """Return up to ``size`` bytes."""
-        if self._data is not None:
-            return bytes(self._data[start : start + size])
-        return os.pread(self._descriptor, size, start)
-
     def read_into(self, target: memoryview, start: int) -> None:
         """Fill a memoryview of bytes."""
         if self._data is not None:
@@ -96,6 +84,12 @@ class Source:
         else:
             size = os.preadv(self._descriptor, [target], start)
             check(size == target.nbytes, "The file became shorter while it was read")
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return up to ``size`` bytes."""
+        target = bytearray(min(size, max(0, self.size - start)))
+        self.read_into(memoryview(target), start)
+        return bytes(target)
 
 
 @dataclass(eq=False)
@@ -112,7 +106,7 @@ class Storage:
 
     dtype: str | None
     nbytes: int
-    data: Any
+    data: Any = None
     start: int = 0
     checksum: int | None = None
 
@@ -121,23 +115,26 @@ class Storage:
         """The number of elements; of bytes if it is untyped."""
         return self.nbytes // SIZES[self.dtype] if self.dtype else self.nbytes
 
-    def pieces(self, target: memoryview | None = None) -> Iterator[memoryview]:
-        """Yield the bytes, and verify those of a file, which are read into ``target``.
+    def read(self, target: memoryview | None = None) -> memoryview:
+        """Return the bytes; those of a file are read into ``target`` and verified.
 
         They are little-endian and row-major.
         """
         if not isinstance(self.data, Source):
-            yield bytes_of(self.data)
-            return
+            data = bytes_of(self.data)
+            if target is not None:
+                target[:] = data
+            return data
+        if target is None:
+            target = memoryview(bytearray(self.nbytes))
         found = 0
         for at in range(0, self.nbytes, _PIECE):
-            end = min(at + _PIECE, self.nbytes)
-            piece = target[at:end] if target else memoryview(bytearray(end - at))
+            piece = target[at : min(at + _PIECE, self.nbytes)]
             self.data.read_into(piece, self.start + at)
             found = zlib.crc32(piece, found)
-            yield piece
         is_right = self.checksum in (None, found)
         check(is_right, "The file is damaged: the checksum of a record is wrong")
+        return target
 
 
 def bytes_of(array: Array) -> memoryview:
@@ -157,13 +154,13 @@ def _view_bytes(array: Any) -> memoryview:
     return np.asarray(memoryview(array)).reshape(-1).view(np.uint8).data
 
 
-def dtype_name(array: Any) -> str:
-    """Return the name of the dtype of an MLX or numpy array."""
-    name: str = getattr(array.dtype, "name", str(array.dtype))
-    return name.removeprefix("mlx.core.")
+def dtype_name(of: Any) -> str:
+    """Return the name of a dtype of MLX or numpy, or of an array's dtype."""
+    dtype = getattr(of, "dtype", of)
+    return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
 
 
-def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return row-major strides in elements; PyTorch counts an empty axis as 1."""
     strides = [1]
     for n in shape[:0:-1]:
@@ -171,7 +168,7 @@ def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1]) if shape else ()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class Tensor:
     """A tensor in a checkpoint, which is read only on demand.
 
@@ -196,7 +193,7 @@ class Tensor:
         dtype, shape = dtype_name(array), tuple(array.shape)
         is_typed = dtype in STORAGES.values()
         storage = Storage(dtype if is_typed else None, array.nbytes, array)
-        return cls(storage, dtype, 0, shape, row_strides(shape))
+        return cls(storage, dtype, 0, shape, _row_strides(shape))
 
     def read(self) -> mx.array:
         """Read the values.
@@ -223,22 +220,7 @@ class Tensor:
     def _is_whole(self) -> bool:
         """Whether this is all of its storage, in row-major order."""
         is_all = self.nbytes == self.storage.nbytes
-        return is_all and self.strides == row_strides(self.shape)
-
-    def check(self) -> None:
-        """Raise unless the view fits its storage and MLX's limits."""
-        shape, strides = self.shape, self.strides
-        numbers = (self.offset, *shape, *strides)
-        is_sound = len(shape) == len(strides) <= _MAX_NDIM
-        is_sound = is_sound and {*map(type, numbers)} == {int}
-        is_sound = is_sound and min(numbers) >= 0 and max(numbers) < 2**63
-        check(is_sound, "the offset, shape or strides of a tensor are invalid")
-        fits = max(shape, default=0) <= _MAX_DIM and prod(filter(None, shape)) < 2**62
-        check(fits, "a tensor is too large for MLX", f"It has shape {shape}.")
-        room = self.storage.nbytes // SIZES.get(self.dtype, 1)
-        last = self.offset + sum(map(mul, shape, strides)) - sum(strides)
-        problem = "a tensor reaches outside its storage of"
-        check(0 in shape or last < room, f"{problem} {room} elements")
+        return is_all and self.strides == _row_strides(self.shape)
 
     def __repr__(self) -> str:
         return f"<Tensor {self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}>"
@@ -255,52 +237,41 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
     """
     tensors = [*tensors]
     # A storage without a dtype is read once for each dtype of its tensors.
-    words: dict[tuple[Storage, str], mx.array] = {}
+    first: dict[tuple[Storage, str], Tensor] = {}
     for tensor in tensors:
-        key = tensor.storage, tensor.dtype
-        if key not in words and tensor.nbytes and isinstance(key[0].data, Source):
-            words[key] = _make_words(tensor)
-    mx.eval([*words.values()])
-
-    def fill(storage: Storage, target: memoryview) -> None:
-        for _ in storage.pieces(target):
-            pass
-        is_bool = storage.dtype == "bool"
-        most = np.frombuffer(target, np.uint8).max() if is_bool else 0
-        check(most <= 1, "a bool tensor has bytes above 1")
-
+        name = f"torch.{tensor.dtype}"
+        problem = f"MLX does not have the dtype {name!a}"
+        check(tensor.dtype in MLX_DTYPES, problem, "Convert the tensor in PyTorch.")
+        count = tensor.storage.nbytes // SIZES[tensor.dtype]
+        check(
+            tensor._is_whole or count <= MAX_DIM,
+            f"a tensor is part of a storage of over {MAX_DIM} elements",
+            "Call .clone() on it in PyTorch and save again.",
+        )
+        first.setdefault((tensor.storage, tensor.dtype), tensor)
     with ThreadPoolExecutor(_THREADS) as threads:
-        storages = [storage for storage, _ in words]
-        [*threads.map(fill, storages, [*map(_view_bytes, words.values())])]
-    found = {tensor: _make_array(tensor, words) for tensor in dict.fromkeys(tensors)}
+        blocks = dict(zip(first, threads.map(_read_block, first.values()), strict=True))
+    found = {x: _view(x, blocks[x.storage, x.dtype]) for x in dict.fromkeys(tensors)}
     mx.eval([*found.values()])  # a lazy array would be tied to this thread
     return [found[tensor] for tensor in tensors]
 
 
-def _make_words(tensor: Tensor) -> mx.array:
-    """Return an array for the bytes of a tensor's storage."""
-    name = f"{f'torch.{tensor.dtype}'!a}"
-    problem = f"MLX does not have the dtype {name}"
-    check(tensor.dtype in MLX_DTYPES, problem, "Convert the tensor in PyTorch.")
-    size = SIZES[tensor.dtype]
-    shape = tensor.shape if tensor._is_whole else (tensor.storage.nbytes // size,)
-    check(
-        max(shape, default=0) <= _MAX_DIM,
-        f"a tensor is part of a storage of over {_MAX_DIM} elements",
-        "Call .clone() on it in PyTorch and save again.",
-    )
-    return mx.empty(shape, _BITS[size], stream=mx.cpu)
+def _read_block(tensor: Tensor) -> mx.array:
+    """Return the storage of a tensor as an array of words of the tensor's size."""
+    storage, size = tensor.storage, SIZES[tensor.dtype]
+    shape = tensor.shape if tensor._is_whole else (storage.nbytes // size,)
+    words = mx.empty(shape, _WORDS[size], stream=mx.cpu)
+    mx.eval(words)
+    target = _view_bytes(words)
+    storage.read(target)
+    most = np.frombuffer(target, np.uint8).max() if tensor.dtype == "bool" else 0
+    check(most <= 1, "a bool tensor has bytes above 1")
+    return words
 
 
-def _make_array(tensor: Tensor, words: dict[tuple[Storage, str], mx.array]) -> mx.array:
-    """Return an array that views the words of its storage."""
-    if not isinstance(tensor.storage.data, Source):
-        return mx.array(tensor.storage.data)
+def _view(tensor: Tensor, words: mx.array) -> mx.array:
     with mx.stream(mx.cpu):
-        dtype = MLX_DTYPES.get(tensor.dtype, mx.float32)
-        if not tensor.nbytes:
-            return mx.zeros(tensor.shape, dtype)
-        values = words[tensor.storage, tensor.dtype].view(dtype)
+        values = words.view(MLX_DTYPES[tensor.dtype])
         if tensor._is_whole:
             return values.reshape(tensor.shape)
         return mx.as_strided(values, tensor.shape, tensor.strides, tensor.offset)

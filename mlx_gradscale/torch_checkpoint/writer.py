@@ -15,17 +15,15 @@ from typing import Any, BinaryIO, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .atomic import atomic_write
+from .disk import atomic_write
 from .objects import CheckpointError, Placeholder
-from .tensors import DTYPES, STORAGES, Storage, Tensor, dtype_name
+from .tensors import SIZES, STORAGES, Storage, Tensor, dtype_name
 from .tree import replace_tensors, show_path
 from .unpickler import UNTYPED
 
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
-_CLASSES: dict[str | None, str] = {
-    dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()
-}
+_CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
@@ -80,7 +78,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 def _to_tensor(path: tuple[Any, ...], leaf: Any) -> Tensor:
     is_array = isinstance(leaf, (mx.array, np.ndarray))
-    if is_array and dtype_name(leaf) in DTYPES:
+    if is_array and dtype_name(leaf) in SIZES:
         return Tensor.of(leaf)
     if isinstance(leaf, Tensor):
         return leaf
@@ -98,38 +96,30 @@ def _write_zip(
 ) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
-        def add(name: str, size: int, pieces: Iterable[bytes | memoryview]) -> None:
+        def add(name: str, data: bytes | memoryview) -> None:
             info = zipfile.ZipInfo(f"{folder}/{name}")
-            is_wide = size >= 2**30
+            is_wide = len(data) >= 2**30
             # An extra field fills the gap before the data, as in PyTorch.
             header = 30 + len(info.filename) + 20 * is_wide + 4
             gap = -(archive.start_dir + header) % _ALIGNMENT
             info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
             with archive.open(info, "w", force_zip64=is_wide) as record:
-                for piece in pieces:
-                    record.write(piece)
+                record.write(data)
 
-        add("data.pkl", len(data), [data])
-        add(".format_version", 1, [b"1"])
-        add(".storage_alignment", 2, [b"%d" % _ALIGNMENT])
-        add("byteorder", 6, [b"little"])
+        add("data.pkl", data)
+        add(".format_version", b"1")
+        add(".storage_alignment", b"%d" % _ALIGNMENT)
+        add("byteorder", b"little")
         for number, storage in enumerate(storages):
-            add(f"data/{number}", storage.nbytes, storage.pieces())
-        add("version", 2, [b"3\n"])
-
-
-class _Name(Placeholder):
-    """A name that Python's pickler accepts in place of a function."""
-
-    def __call__(self) -> None:
-        raise TypeError("A name is written to the pickle, never called.")
+            add(f"data/{number}", storage.read())
+        add("version", b"3\n")
 
 
 _PythonPickler: Any = pickle._Pickler
 
 
 class _Pickler(_PythonPickler):  # type: ignore[misc]
-    """Python's pickler, with names in place of PyTorch's functions and classes.
+    """Python's pickler, with placeholders for PyTorch's functions and classes.
 
     Like ``torch.save``, it uses protocol 2, to write the same pickle if possible.
     """
@@ -138,16 +128,17 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(file, 2)
         # Storages in the order of their keys, which are numbers.
         self.storages: dict[Storage, str] = {}
-        self._names: dict[tuple[str, str], _Name] = {}
+        self._names: dict[str, Placeholder] = {}
 
-    def _name(self, module: str, name: str) -> _Name:
+    def _name(self, path: str) -> Placeholder:
         """Return the same object for equal names, so that each name is written once."""
-        return self._names.setdefault((module, name), _Name(module, name))
+        module, _, name = path.rpartition(".")
+        return self._names.setdefault(path, Placeholder(module, name))
 
     def _save_storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, str(len(self.storages)))
-        kind = self._name(*_CLASSES.get(storage.dtype, UNTYPED[0]).rsplit(".", 1))
-        self.save(("storage", kind, key, "cpu", storage.numel))
+        kind = _CLASSES[storage.dtype] if storage.dtype else UNTYPED[0]
+        self.save(("storage", self._name(kind), key, "cpu", storage.numel))
         self.write(b"Q")
 
     def _save_tensor(self, tensor: Tensor) -> None:
@@ -160,28 +151,27 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             view = tensor.storage, tensor.offset, tensor.shape, tensor.strides
             args, function = (*view, tensor.requires_grad, hooks), "_rebuild_tensor_v2"
             if not tensor.storage.dtype:
-                args = *args, self._name("torch", tensor.dtype)
+                args = *args, self._name(f"torch.{tensor.dtype}")
                 function = "_rebuild_tensor_v3"
-        name = self._name("torch._utils", function)
-        self.save_reduce(name, args, obj=tensor)
+        self._save_call(tensor, self._name(f"torch._utils.{function}"), args)
 
-    def _save_bytes(self, data: bytes) -> None:
-        if data:
-            _PythonPickler.dispatch[bytes](self, data)
-        else:  # Python writes bytes(), which weights_only=True does not read
-            self.save_reduce(codecs.encode, ("", "latin1"), obj=data)
-
-    def _save_placeholder(self, obj: Placeholder) -> None:
-        if obj.callee is None:
-            return self.save(self._name(obj.module, obj.name))  # type: ignore[no-any-return]
-        self.save(obj.callee)
-        self.save(obj.args)
-        self.write(obj.opcode)
+    def _save_call(
+        self, obj: Any, callee: Placeholder, args: tuple[Any, ...], opcode: bytes = b"R"
+    ) -> None:
+        self.save(callee)
+        self.save(args)
+        self.write(opcode)
         # An object in a cycle may have been written among its own arguments.
         if id(obj) in self.memo:
             self.write(b"0" + self.get(self.memo[id(obj)][0]))
         else:
             self.memoize(obj)
+
+    def _save_placeholder(self, obj: Placeholder) -> None:
+        if obj.callee is None:
+            self._save_name(obj)
+            return
+        self._save_call(obj, obj.callee, obj.args or (), obj.opcode)
         for opcode, values in obj.edits:
             if opcode in _MARKED:
                 self.write(b"(")
@@ -189,20 +179,27 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
                 self.save(value)
             self.write(opcode)
 
-    def _save_name(self, obj: _Name) -> None:
-        if not obj.path.isprintable():
-            raise TypeError(f"The name {obj.path!a:.160} is not printable. Change it.")
-        outer, dot, inner = obj.name.rpartition(".")
-        if dot:
+    def _save_name(self, name: Placeholder) -> None:
+        known = self._names.setdefault(f"{name.module}.{name.name}", name)
+        outer, dot, inner = name.name.rpartition(".")
+        if known is not name:
+            self.save(known)
+        elif dot:
             # Protocol 2 has no dotted names: Python gets the inner class by getattr.
-            self.save_reduce(getattr, (self._name(obj.module, outer), inner), obj=obj)
+            getter = self._name("__builtin__.getattr")
+            self._save_call(name, getter, (Placeholder(name.module, outer), inner))
         else:
-            self.write(f"c{obj.module}\n{obj.name}\n".encode())
-            self.memoize(obj)
+            self.write(f"c{name.module}\n{name.name}\n".encode())
+            self.memoize(name)
+
+    def _save_bytes(self, data: bytes) -> None:
+        if data:
+            _PythonPickler.dispatch[bytes](self, data)
+        else:  # Python writes bytes(), which weights_only=True does not read
+            self.save_reduce(codecs.encode, ("", "latin1"), obj=data)
 
     dispatch: ClassVar[dict[type, Any]] = _PythonPickler.dispatch | {
         Placeholder: _save_placeholder,
-        _Name: _save_name,
         Storage: _save_storage,
         Tensor: _save_tensor,
         bytes: _save_bytes,

@@ -19,7 +19,6 @@ from mlx_gradscale.convert import (
     load_torch,
     save_torch,
 )
-from mlx_gradscale.convert.files import read_source
 from mlx_gradscale.torch_checkpoint import Placeholder
 
 NAMES = ("fc.weight", "fc.bias")
@@ -108,15 +107,16 @@ def test_convert_command_round_trips_a_folder(tmp_path, capsys):
     (tmp_path / "names").write_text("\n".join(NAMES))
     forward(source, tmp_path / "run", "--names", str(tmp_path / "names"))
     forward(tmp_path / "out", tmp_path / "run")
-    a, b = (read_source(tmp_path / folder) for folder in ("in", "out"))
-    for name, content in a.tree.items():
-        if name.endswith(".pt"):
-            content, b.tree[name] = (
-                pt.load(tmp_path / x / name) for x in ("in", "out")
-            )
-        identical(content, b.tree[name])
-    for name, file in a.others.items():
-        assert file.read_bytes() == b.others[name].read_bytes()
+    assert {*os.listdir(tmp_path / "out")} == {*os.listdir(source)}
+    for name in os.listdir(source):
+        a, b = (tmp_path / folder / name for folder in ("in", "out"))
+        if name.endswith((".pt", ".safetensors")):
+            load = pt.load if name.endswith(".pt") else mx.load
+            identical(load(str(a)), load(str(b)))
+        elif name.endswith(".json"):
+            assert json.loads(a.read_text()) == json.loads(b.read_text())
+        else:
+            assert a.read_bytes() == b.read_bytes()
 
 
 def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
@@ -163,18 +163,7 @@ def test_sharded_model_comes_back_as_one_file(end, tmp_path):
     again = Small()
     load_torch(tmp_path / "out", again)
     assert mx.array_equal(again.fc.weight, weights["fc.weight"])
-    first = next(source.glob("model-00001*"))
-    with pytest.raises(ConvertError, match="one shard of a model"):
-        load_torch(first, model)
-    if end == "bin":
-        for content, word in (
-            ({"fc.bias": mx.ones(2)}, "another shard contains too"),
-            ({"fc.weight": 3}, "a value that is not a named tensor"),
-        ):
-            pt.save(first, content)
-            with pytest.raises(ConvertError, match=word):
-                load_torch(source, model)
-    first.unlink()
+    next(source.glob("model-00001*")).unlink()
     with pytest.raises(ConvertError, match="Add missing shards"):
         load_torch(source, model)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.convert_runs import (
     Small,
+    find,
     forward,
     identical,
     sgd,
@@ -17,7 +18,6 @@ from support.convert_runs import (
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, load_torch, save_torch
-from mlx_gradscale.convert.sections import find_sections
 from mlx_gradscale.torch_checkpoint import Placeholder
 
 
@@ -46,17 +46,17 @@ def test_sections_are_found_at_any_depth_and_round_trip(kind, tmp_path):
 
 def test_several_models_require_a_key_but_averages_do_not():
     model, other, optimizer = small()[0], small(7)[0], small()[1]
-    averaged = find_sections({"model": model, "ema": other}, {})
+    averaged = find({"model": model, "ema": other}, {})
     assert averaged.model == ("model",)
     with pytest.raises(ConvertError, match=r"2 models: a, b. .*--model-key.*--like"):
-        find_sections({"a": model, "b": other}, {})
-    assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
+        find({"a": model, "b": other}, {})
+    assert find({"a": model, "b": other}, {"model": "b"}).model == ("b",)
     several = {"a": model, "b": other, "optimizers": [optimizer, small(7)[1]]}
     with pytest.raises(ConvertError, match=r"2 optimizers: optimizers/0, optimizers/1"):
-        find_sections(several, {"model": "a"})
-    found = find_sections(several, {"model": "a", "optimizer": "optimizers/1"})
+        find(several, {"model": "a"})
+    found = find(several, {"model": "a", "optimizer": "optimizers/1"})
     assert found.optimizers == [("optimizers", 1)]
-    assert find_sections(several, {"model": "a", "optimizer": ""}).optimizers == []
+    assert find(several, {"model": "a", "optimizer": ""}).optimizers == []
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_several_models_require_a_key_but_averages_do_not():
         ({"optimizer": "a"}, "is not the optimizer's state dict"),
         ({"scaler": "epoch"}, "is not the scaler's state dict"),
         ({"optimizer": "opt/7"}, "opt has no key '7'"),
-        ({"optimiser": "opt"}, "optimiser, which is not a section. The sections"),
+        ({"optimiser": "opt"}, "is not the optimiser's state dict"),
     ],
 )
 def test_key_without_a_matching_section_is_an_error(keys, word):
     model, optimizer, _ = small()
     with pytest.raises(ConvertError, match=word):
-        find_sections({"a": model, "opt": optimizer, "epoch": 3}, keys)
+        find({"a": model, "opt": optimizer, "epoch": 3}, keys)
 
 
 def test_state_dict_values_that_are_not_tensors_survive_a_round_trip(tmp_path):

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from support.helpers import INF, Mlp, batch, mse
+from support.helpers import Mlp, batch, mse
 from support.optimizer_helpers import Training, assert_near, loop_of
 from support.scaler_helpers import used
 
@@ -128,25 +128,3 @@ def test_uninitialized_optimizer_is_initialized_inside_the_trace():
     assert training.optimizer.step.item() == 3
     # One trace more, because the first one made arrays that were not there before.
     assert training.traced.count == 2
-
-
-@pytest.mark.compiles
-def test_two_optimizers_in_one_compiled_step_share_a_scale():
-    scaler, weights = used(GradScaler(1024.0)), [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
-    optimizers = [optim.SGD(1.0), optim.SGD(2.0)]
-    for optimizer, tree in zip(optimizers, weights, strict=True):
-        optimizer.init(tree)
-    state = [weights, *(each.state for each in optimizers), scaler.state]
-
-    def step(*gradients):
-        for i, optimizer in enumerate(optimizers):
-            grads = {"w": gradients[i] * scaler.state["scale"]}
-            grads = scaler.unscale_(optimizer, grads) if i == 0 else grads
-            weights[i] = scaler.apply_gradients(optimizer, grads, weights[i])
-        scaler.update()
-
-    step = mx.compile(step, inputs=state, outputs=state)
-    step(mx.ones(2), mx.ones(2))
-    step(mx.array([1.0, INF]), mx.ones(2))
-    assert [tree["w"].tolist() for tree in weights] == [[-1.0] * 2, [-4.0] * 2]
-    assert scaler.get_scale() == 512.0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.helpers import INF, bits, gradients_like, parameters, same
-from support.optimizer_helpers import loop_of
+from support.optimizer_helpers import loop_of, wrapped
 from support.scaler_helpers import guarded_apply
 
 from mlx_gradscale import GradScaler
@@ -117,80 +117,59 @@ def test_error_names_gradients_that_match_no_parameter_and_nothing_changes(
     assert bits(optimizer.state) == before
 
 
-def test_partly_initialized_multi_optimizer_is_initialized_completely():
-    parts, weights = [optim.Adam(0.1), optim.Adam(0.1)], {"a": mx.ones(1)}
-    parts[0].init(weights)
-    optimizer = optim.MultiOptimizer(parts, [lambda path, _: path == "a"])
-    weights["b"] = mx.ones(1)
-    new = guarded_apply(optimizer, weights, weights)
-    assert new["a"].item() == new["b"].item() < 1
-
-
-def test_multi_optimizer_steps_around_a_frozen_module():
-    optimizer = optim.MultiOptimizer(
-        [optim.SGD(1.0), optim.SGD(2.0)], [lambda path, _: path == "layers.0.w"]
-    )
+def test_partly_initialized_multi_optimizer_steps_around_a_frozen_module():
+    parts = [optim.Adam(1.0), optim.SGD(2.0)]
+    optimizer = optim.MultiOptimizer(parts, [lambda path, _: path.endswith("w")])
     weights = {"layers": [{"w": mx.zeros(1), "b": mx.zeros(1)}, {}, {"w": mx.zeros(1)}]}
-    gradients = tree_map(mx.ones_like, weights)
-    new = guarded_apply(optimizer, gradients, weights)
-    values = {path: x.item() for path, x in tree_flatten(new)}
-    assert values == {"layers.0.w": -1.0, "layers.0.b": -2.0, "layers.2.w": -2.0}
+    parts[0].init({"layers": [{"w": mx.zeros(1)}]})
+    new = guarded_apply(optimizer, tree_map(mx.ones_like, weights), weights)
+    values = {path: round(x.item(), 3) for path, x in tree_flatten(new)}
+    assert values["layers.0.w"] == values["layers.2.w"] < 0
+    assert values["layers.0.b"] == -2.0
     assert new["layers"][1] == {}
 
 
-@pytest.mark.parametrize("kind", ["scaler", "scaled", "wrapper"])
+@pytest.mark.parametrize("kind", ["scaler", "wrapper"])
 def test_integer_parameters_stay_unchanged_even_if_their_gradients_were_clipped(kind):
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = mx.ones(3)
-            self.ids = mx.array([1, 0, 5])
-
-        def __call__(self, x):
-            return (mx.where(self.ids == 1, self.weight, 0) * x).sum()
-
-    model, optimizer, scaler = (
-        Chosen(),
-        optim.AdamW(0.5, weight_decay=0.5),
-        GradScaler(8.0),
-    )
-    if kind == "scaled":
-        loss_and_grad = nn.value_and_grad(model, lambda x: scaler.scale(model(x)))
-        update = partial(scaler.minimize, optimizer)
-    else:
-        _, loss_and_grad, update = loop_of(
-            kind, model, optimizer, scaler, loss_fn=lambda x: model(x)
-        )
+    model = nn.Module()
+    model.weight, model.ids = mx.ones(3), mx.array([1, 0, 5])
+    loss_fn = lambda x: (mx.where(model.ids == 1, model.weight, 0) * x).sum()  # noqa: E731
+    inner = optim.AdamW(0.5, weight_decay=0.5)
+    _, loss_and_grad, update = loop_of(kind, model, inner, loss_fn=loss_fn)
     for _ in range(2):
-        _, grads = loss_and_grad(mx.ones(3))
-        if kind == "scaled":
-            scaler.unscale_(optimizer, grads)
-        grads, _ = optim.clip_grad_norm(grads, 0.1)
+        grads, _ = optim.clip_grad_norm(loss_and_grad(mx.ones(3))[1], 0.1)
         assert grads["ids"].dtype == mx.float32
         update(model, grads)
     assert (model.ids.tolist(), model.ids.dtype) == ([1, 0, 5], mx.int32)
     assert model.weight[0].item() < 0.9
 
 
+SHAPES = [((2, 2), new) for new in [(1, 2), (3, 2), (2,), ()]]
+WIDENED = [((4, 1), (1, 4)), ((1, 2), (2, 2)), ((), (2, 2)), (None, (2,))]
+ThirdParty = type("ThirdParty", (optim.Adam,), {})
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("kind", "old", "new"),
     [
-        *[((2, 2), shape, r"'w' .*to \(2, 2\)") for shape in [(1, 2), (2,), ()]],
-        ((4, 1), (1, 4), r"'w'.* would change its shape to \(4, 4\).*a new optimizer"),
-        *[
-            (shape, (2, 2), r"failed at 'w'.*'m' would change its shape")
-            for shape in [(1, 2), (2,), ()]
-        ],
-        (None, (2,), r"KeyError\('w'\)"),
+        *[(optim.Adam, *shapes) for shapes in SHAPES + WIDENED],
+        # Its own state may have any shape.
+        *[(ThirdParty, *shapes) for shapes in SHAPES],
     ],
 )
-def test_error_names_a_parameter_that_does_not_match_its_state(old, new, message):
-    optimizer = optim.Adam(0.1)
-    optimizer.init({"a": mx.ones(1)} | ({} if old is None else {"w": mx.ones(old)}))
-    weights = {"w": mx.ones(new)}
-    before = bits(optimizer.state)
-    with pytest.raises(ValueError, match=message):
-        guarded_apply(optimizer, weights, weights)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "wrapper"])
+def test_parameter_of_another_shape_than_its_state_is_refused_and_changes_nothing(
+    kind, old, new, dtype, wrap
+):
+    start = {"a": mx.ones(1, dtype)}
+    start |= {} if old is None else {"w": mx.ones(old, dtype)}
+    optimizer = wrapped(kind(0.1), max_grad_norm=1.0) if wrap else kind(0.1)
+    optimizer.init(start)
+    weights, before = {"w": mx.ones(new, dtype)}, bits(optimizer.state)
+    step = optimizer.apply_gradients if wrap else partial(guarded_apply, optimizer)
+    with pytest.raises(ValueError, match=r"'w'|shape of a parameter changed"):
+        step(weights, weights)
     assert bits(optimizer.state) == before
 
 
@@ -210,13 +189,6 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
     assert new["none"] == []
     assert new["empty"].shape == (0,)
     assert new["zero_d"].item() < 2.0
-
-
-def test_state_initialized_in_half_precision_becomes_float32():
-    optimizer, weights = optim.Adam(1e-2), {"w": mx.ones(3, mx.float16)}
-    optimizer.init(weights)
-    guarded_apply(optimizer, weights, weights)
-    assert optimizer.state["w"]["v"].dtype == mx.float32
 
 
 def test_lists_of_dicts_in_a_model_are_updated_in_place():

@@ -38,19 +38,6 @@ def test_max_grad_norm_can_change_only_if_given_and_only_to_a_positive_number():
         wrapped().max_grad_norm = 1.0
 
 
-def test_master_weights_keep_the_structure_and_follow_replaced_weights():
-    optimizer = wrapped(optim.SGD(0.1))
-    weights = {"a": (mx.ones(2, mx.float16), mx.ones(2)), "0": mx.ones(1, mx.bfloat16)}
-    assert optimizer.masters(weights)["0"].dtype == mx.float32
-    optimizer.init(weights)
-    optimizer.apply_gradients(tree_map(lambda w: w * 1e-4, weights), weights)
-    masters = optimizer.masters(weights)
-    assert isinstance(masters["a"], tuple)
-    assert masters["a"][0][0].item() == pytest.approx(1 - 1e-5, abs=1e-7)
-    five = {**weights, "0": mx.full((1,), 5, mx.bfloat16)}
-    assert optimizer.masters(five)["0"].item() == 5.0
-
-
 def test_attributes_of_the_wrapped_optimizer_are_read_and_set_through_the_wrapper():
     inner = optim.AdamW(1e-3, weight_decay=0.3)
     optimizer = LossScaleOptimizer(inner)

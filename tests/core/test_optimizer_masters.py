@@ -5,7 +5,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import INF, bits, each_mode, same
+from support.helpers import INF, bits, dtypes, each_mode, same
 from support.optimizer_helpers import HALVES, Training, assert_near, wrapped
 
 from mlx_gradscale import LossScaleOptimizer
@@ -27,12 +27,23 @@ def test_inner_optimizer_sees_only_float32(state_bits, monkeypatch):
 
 
 @each_kind
-def test_only_half_parameters_have_master_weights(state_bits):
-    optimizer = wrapped(state_bits=state_bits)
-    optimizer.init({"a": mx.ones(2), "b": mx.ones(2, mx.float16), "i": mx.array([1])})
+def test_only_half_parameters_have_master_weights_in_a_tree_of_their_structure(
+    state_bits,
+):
+    optimizer = wrapped(optim.SGD(0.1), state_bits=state_bits)
+    weights = {"a": (mx.ones(2, mx.float16), mx.ones(2)), "0": mx.ones(1, mx.bfloat16)}
+    weights["i"] = mx.array([1])
+    assert dtypes(optimizer.masters(weights)) == {mx.float32, mx.int32}  # before init
+    optimizer.init(weights)
     own, other = ("masters", "remainders")[:: 1 if state_bits == 32 else -1]
-    assert list(optimizer.state[own]) == ["b"]
+    assert set(optimizer.state[own]) == {"a.0", "0"}
     assert dict.get(optimizer.state, other) is None
+    optimizer.apply_gradients(tree_map(lambda w: w * 1e-4, weights), weights)
+    masters = optimizer.masters(weights)
+    assert isinstance(masters["a"], tuple)
+    assert masters["a"][0][0].item() == pytest.approx(1 - 1e-5, abs=4e-6)
+    five = {**weights, "0": mx.full((1,), 5, mx.bfloat16)}
+    assert optimizer.masters(five)["0"].item() == pytest.approx(5.0, rel=1e-2)
 
 
 @each_kind

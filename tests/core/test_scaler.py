@@ -1,4 +1,4 @@
-"""``GradScaler`` as a user meets it: scaling and stepping."""
+"""``GradScaler`` as a user meets it: scaling, stepping, and calls that are refused."""
 
 from collections import namedtuple
 
@@ -7,27 +7,27 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
-from support.helpers import BAD_VALUES, INF, Mlp, batch, bits, mse, same
-from support.scaler_helpers import every_warning, used
+from support.helpers import BAD_VALUES, INF, Mlp, batch, bits, mse
+from support.optimizer_helpers import wrapped
+from support.scaler_helpers import apply, every_warning, used
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 Pair = namedtuple("Pair", "a b")
 
 
-def test_scale_takes_arrays_and_trees_and_keeps_their_containers():
-    scaler = GradScaler(init_scale=4.0)
-    out = scaler.scale({"x": [mx.array(1.0)], "y": Pair(mx.array(2), mx.array([3.0]))})
-    assert out["x"][0].item() == 4.0
-    assert isinstance(out["y"], Pair)
-    assert out["y"].a.item() == 8.0
-    assert out["y"].b.tolist() == [12.0]
+def loss_scaled(scaler):
+    return LossScaleOptimizer(optim.SGD(0.1), scaler)
 
 
-def test_scale_works_in_float32_and_is_differentiable():
+def test_scale_multiplies_trees_in_float32_and_is_differentiable():
     scaler = GradScaler()
-    with pytest.warns(UserWarning, match="float16"):
-        assert scaler.scale(mx.array(2.0, mx.float16)).item() == 131072.0
+    out = scaler.scale({"x": [mx.array(1.0)], "y": Pair(mx.array(2), mx.array([3.0]))})
+    assert out["x"][0].item() == 65536
+    assert isinstance(out["y"], Pair)
+    assert (out["y"].a.item(), out["y"].b.tolist()) == (2 * 65536, [3 * 65536])
+    with pytest.warns(UserWarning, match="loss is float16"):
+        assert GradScaler().scale(mx.array(2.0, mx.float16)).item() == 2 * 65536
     gradient = mx.grad(lambda x: scaler.scale(x * x))(mx.array(3.0))
     assert gradient.item() == 6 * 65536
 
@@ -36,24 +36,6 @@ def test_scale_works_in_float32_and_is_differentiable():
 def test_scale_refuses_leaves_that_are_not_arrays(outputs):
     with pytest.raises(TypeError, match="tree of mx"):
         GradScaler().scale(outputs)
-
-
-def test_float16_loss_warns_once_and_backs_off_until_it_fits():
-    model = Mlp(dtype=mx.float16)
-    scaler, optimizer = GradScaler(init_scale=2.0**18), optim.SGD(1e-3)
-    x, y = batch(dtype=mx.float16)
-
-    def loss_fn(x, y):
-        return mx.mean(mx.square(model(x) - y.astype(mx.float16)) * 0.01)
-
-    loss_and_grad = scaler.value_and_grad(model, loss_fn)
-    with every_warning() as caught:
-        for _ in range(6):
-            _, gradients = loss_and_grad(x, y)
-            scaler.minimize(optimizer, model, gradients)
-    assert sum("Compute the loss in float32" in str(w.message) for w in caught) == 1
-    assert scaler.get_scale() <= 32768
-    assert scaler.last_step_applied.item()
 
 
 @pytest.mark.parametrize("compute_dtype", [None, mx.float16])
@@ -82,28 +64,10 @@ def test_unscale_without_a_step_drops_a_batch_and_updates_the_scale():
         assert scaler.get_scale() == scale
     assert bits(model.parameters()) == before
     assert scaler.skipped_steps.item() == 0
-    loss_and_grad(*batch())
-    with pytest.raises(RuntimeError, match=r"to drop a batch, unscale_\(\)"):
-        scaler.update()
     for factor in (INF, 1.0):  # all gradients that were unscaled count
         scaler.unscale_(optimizer, loss_and_grad(batch()[0] * factor, batch()[1])[1])
     scaler.update()
     assert scaler.get_scale() == 256.0
-
-
-def test_submodule_can_be_stepped_alone_or_through_the_whole_model():
-    found = []
-    for through in ("part", "whole"):
-        mx.random.seed(5)
-        model, scaler, optimizer = Mlp(), GradScaler(64.0), optim.SGD(0.1)
-        _, grads = scaler.value_and_grad(model, mse(model))(*batch())
-        if through == "part":
-            scaler.minimize(optimizer, model.layers[1], grads["layers"][1])
-        else:
-            grads = {"layers": [{}, grads["layers"][1]]}
-            scaler.minimize(optimizer, model, grads)
-        found.append(model.parameters())
-    assert same(*found)
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "wrapper"])
@@ -135,25 +99,43 @@ def test_unscale_works_in_place_even_if_its_result_is_ignored():
     assert new["a"][0].item() == pytest.approx(-0.6, rel=1e-5)
 
 
+@pytest.mark.compiles
+def test_tree_of_any_containers_unscaled_for_two_optimizers_is_unscaled_once():
+    trees = [[0.5, 2.0], (0.5, 2.0), Pair(0.5, 2.0)]  # mx.compile takes them for one
+    trees += [0.5, (0.5,), {"a": 0.5, "b": [2.0, {"c": 0.5}]}]
+    trees += [{"a": (0.5, [2.0]), "b": [({"c": 0.5},)]}]
+    trees += [{"a": tree, "b": [tree]} for tree in trees[:3]]
+    scaler = used(GradScaler(8.0))
+    for tree in trees:
+        grads = tree_map(lambda x: mx.array(8.0 * x), tree)
+        for optimizer in (optim.SGD(1.0), optim.SGD(1.0)):
+            grads = scaler.unscale_(optimizer, grads)
+            # repr() distinguishes lists, tuples and namedtuples at any depth.
+            assert repr(tree_map(mx.array.item, grads)) == repr(tree)
+    buffer = {"w": mx.array(4.0)}
+    grads = scaler.unscale_(optim.SGD(1.0), dict(buffer))
+    buffer["w"] *= 0  # the scaled gradient is no longer needed
+    new = scaler.apply_gradients(optim.SGD(1.0), grads, {"w": mx.array(1.0)})
+    assert new["w"].item() == 0.5
+
+
+def test_buffer_that_accumulates_scaled_gradients_again_is_unscaled_again():
+    scaler, optimizer, buffer = GradScaler(8.0), optim.SGD(1.0), {"w": mx.array(0.0)}
+    for _ in range(3):
+        buffer["w"] *= 0
+        buffer["w"] += mx.grad(lambda w: scaler.scale(3.0 * w))(mx.array(1.0))
+        scaler.unscale_(optimizer, buffer)
+        assert buffer["w"].item() == 3.0
+        scaler.apply_gradients(optimizer, buffer, {"w": mx.array(1.0)})
+        scaler.update()
+
+
 def test_finite_gradient_that_unscaling_overflows_is_skipped():
     # PyTorch looks only at the scaled gradient and applies the inf.
     scaler, weights = used(GradScaler(2.0**-64)), {"w": mx.array([1.0])}
     new = scaler.apply_gradients(optim.SGD(1.0), {"w": mx.array([1e20])}, weights)
     assert new["w"].item() == 1.0
     assert not scaler.last_step_applied.item()
-
-
-@pytest.mark.parametrize("grads", [{}, {"layers": [{}, {}]}])
-def test_step_without_gradients_is_refused_and_initializes_nothing(grads):
-    # As in PyTorch: an applied step would let the scale grow.
-    scaler, model, optimizer = used(), Mlp(), optim.Adam(0.1)
-    before = bits([model.parameters(), scaler.state])
-    for call in (scaler.minimize, scaler.step):
-        with pytest.raises(ValueError, match="No floating-point parameter"):
-            call(optimizer, model, grads)
-    assert bits([model.parameters(), scaler.state]) == before
-    scaler.minimize(optimizer, model, tree_map(mx.ones_like, model.parameters()))
-    assert optimizer.step.item() == 1
 
 
 def test_frozen_and_quantized_layers_stay_unchanged_and_the_others_train():
@@ -172,6 +154,13 @@ def test_frozen_and_quantized_layers_stay_unchanged_and_the_others_train():
     assert changed == {"layers.0.bias", "layers.2.weight", "layers.2.bias"}
 
 
+def test_model_may_hold_a_private_reference_to_its_parent():
+    model, scaler = Mlp(), GradScaler()
+    model.layers[0]._parent = model
+    _, grads = scaler.value_and_grad(model, mse(model))(*batch())
+    assert scaler.minimize(optim.SGD(0.1), model, grads).item()
+
+
 def test_half_precision_parameters_warn_once_about_master_weights():
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
     scaler = GradScaler(init_scale=256.0)
@@ -181,46 +170,162 @@ def test_half_precision_parameters_warn_once_about_master_weights():
             _, gradients = loss_and_grad(*batch(seed, dtype=mx.float16))
             assert scaler.minimize(optimizer, model, gradients).item()
     assert ["no master weights" in str(w.message) for w in caught] == [True]
-    assert model.layers[0].weight.dtype == mx.float16
-    assert optimizer.state["layers"][0]["weight"]["v"].dtype == mx.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaler", "is_scaled", "n_warnings"),
+    [
+        (mx.float16, GradScaler(), False, 1),
+        (mx.float16, GradScaler(), True, 0),
+        (mx.float16, None, False, 1),
+        (mx.float16, None, True, 1),
+        (mx.bfloat16, None, False, 0),
+        (mx.float32, GradScaler(), False, 0),
+        (mx.float16, GradScaler(enabled=False), False, 0),
+        # The user has fixed the scale at 1.
+        (mx.float16, GradScaler(1.0, dynamic=False), False, 0),
+    ],
+)
+def test_float16_parameters_warn_once_if_no_scale_entered_their_gradients(
+    dtype, scaler, is_scaled, n_warnings
+):
+    model, optimizer = Mlp(dtype=dtype), MasterWeightOptimizer(optim.SGD(0.1))
+    if scaler is not None:
+        optimizer = loss_scaled(scaler)
+    differentiate = optimizer.value_and_grad if is_scaled else nn.value_and_grad
+    loss_and_grad = differentiate(model, mse(model))
+    with every_warning() as caught:
+        for _ in range(3):
+            optimizer.update(model, loss_and_grad(*batch(dtype=dtype))[1])
+    found = ["no scale has entered" in str(w.message) for w in caught]
+    assert found == [True] * n_warnings
+
+
+@pytest.mark.parametrize("grads", [{}, {"layers": [{}, {}]}])
+def test_step_without_gradients_is_refused_and_initializes_nothing(grads):
+    # As in PyTorch: an applied step would let the scale grow.
+    scaler, model, optimizer = used(), Mlp(), optim.Adam(0.1)
+    before = bits([model.parameters(), scaler.state])
+    for call in (scaler.minimize, scaler.step):
+        with pytest.raises(ValueError, match="No floating-point parameter"):
+            call(optimizer, model, grads)
+    assert bits([model.parameters(), scaler.state]) == before
+    scaler.minimize(optimizer, model, tree_map(mx.ones_like, model.parameters()))
+    assert optimizer.step.item() == 1
+
+
+WAYS = {
+    "value_and_grad": lambda s, model: s.value_and_grad(model, mse(model)),
+    "scale_loss": lambda s, model: s.scale_loss(mse(model), model),
+    "wrapper": lambda s, model: loss_scaled(s).scale_loss(mse(model), model),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_scaled_and_unscaled_gradients_are_not_mixed_in_one_scaler(way):
+    unscaled = lambda s: way(s, Mlp())  # noqa: E731
+    scaled = lambda s: s.scale(mx.array(1.0))  # noqa: E731
+    for first, second in ((unscaled, scaled), (scaled, unscaled)):
+        scaler = GradScaler()
+        first(scaler)
+        with pytest.raises(RuntimeError, match="without calling scale"):
+            second(scaler)
+        first(scaler)
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("unscale unscale", "twice"),
+        ("step unscale", "after step"),
+        ("step step", "Call update"),
+        ("update", r"without a step.*to drop a batch, unscale_\(\)"),
+    ],
+)
+def test_scaler_calls_out_of_order_are_refused(calls, message):
+    scaler, optimizer = used(), optim.SGD(1.0)
+    call = {
+        "unscale": lambda: scaler.unscale_(optimizer, {"w": mx.ones(1)}),
+        "step": lambda: apply(scaler, optimizer, 1.0),
+        "update": scaler.update,
+    }
+    *before, last = calls.split()
+    for name in before:
+        call[name]()
+    with pytest.raises(RuntimeError, match=message):
+        call[last]()
+
+
+WRONG = {
+    "a device": (lambda s, m: GradScaler("cuda"), "has no device argument"),
+    "device=": (lambda s, m: GradScaler(device="mps"), "device"),
+    "no model": (lambda s, m: s.value_and_grad(mse(m), m), r"an nn\.Module, got func"),
+    "cast_inputs": (
+        lambda s, m: s.value_and_grad(m, mse(m), cast_inputs=False),
+        "require compute_dtype",
+    ),
+    "a dict for the model": (lambda s, m: s.step(optim.SGD(0.1), {}, {}), r"nn\.Mod"),
+    "a dict for the wrapper's model": (
+        lambda s, m: wrapped().update({}, m),
+        r"must be an nn\.Module, got dict",
+    ),
+    "a wrapper of another scaler": (
+        lambda s, m: s.step(wrapped(), m, {}),
+        "created with another scaler",
+    ),
+    **{
+        f"{one!r} for an optimizer": (
+            lambda s, m, one=one: s.apply_gradients(one, *[{"w": mx.ones(1)}] * 2),
+            "Expected an mlx",
+        )
+        for one in ("adam", None, 0.1, optim.Adam)
+    },
+    "a model to unscale": (
+        lambda s, m: s.unscale_(optim.SGD(1.0), m),
+        "must be the gradients, got a model",
+    ),
+    "a model for gradients": (
+        lambda s, m: s.step(optim.SGD(1.0), m, m),
+        "gradients must be a dict.*Mlp",
+    ),
+    "no such parameter": (
+        lambda s, m: s.minimize(optim.SGD(1.0), m, {"x": mx.ones(1)}),
+        "no such parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_argument_is_refused_and_the_iteration_continues(call, message):
+    scaler, model = GradScaler(), Mlp()
+    before = bits([model.parameters(), scaler.state])
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(scaler, model)
+    assert bits([model.parameters(), scaler.state]) == before
+    scaler.step(optim.SGD(0.1), model, tree_map(mx.ones_like, model.parameters()))
+    scaler.update()
 
 
 @pytest.mark.compiles
-def test_tree_of_any_containers_unscaled_for_two_optimizers_is_unscaled_once():
-    trees = [[0.5, 2.0], (0.5, 2.0), Pair(0.5, 2.0)]  # mx.compile takes them for one
-    trees += [0.5, (0.5,), {"a": 0.5, "b": [2.0, {"c": 0.5}]}]
-    trees += [{"a": (0.5, [2.0]), "b": [({"c": 0.5},)]}]
-    trees += [{"a": tree, "b": [tree]} for tree in trees[:3]]
-    scaler = used(GradScaler(8.0))
-    for tree in trees:
-        grads = tree_map(lambda x: mx.array(8.0 * x), tree)
-        for optimizer in (optim.SGD(1.0), optim.SGD(1.0)):
-            grads = scaler.unscale_(optimizer, grads)
-            # repr() distinguishes lists, tuples and namedtuples at any depth.
-            assert repr(tree_map(mx.array.item, grads)) == repr(tree)
+@pytest.mark.parametrize("has_group", [False, True])
+def test_reading_the_state_of_a_compiled_step_is_refused_with_advice(has_group):
+    model, scaler = Mlp(), GradScaler(64.0)
+    ranks = {"group": mx.distributed.init(), "average": True} if has_group else {}
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), scaler, **ranks)
+    optimizer._ranks.is_single = not has_group  # as in a larger group
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
 
+    def step(x, y):
+        optimizer.update(model, loss_and_grad(x, y)[1])
 
-def test_gradient_unscaled_for_one_optimizer_is_not_unscaled_in_the_step_of_another():
-    scaler, buffer = used(GradScaler(8.0)), {"w": mx.array(4.0)}
-    grads = scaler.unscale_(optim.SGD(1.0), dict(buffer))
-    buffer["w"] *= 0  # the scaled gradient is no longer needed
-    new = scaler.apply_gradients(optim.SGD(1.0), grads, {"w": mx.array(1.0)})
-    assert new["w"].item() == 0.5
+    # The state of the optimizer is missing, or made inside.
+    state = [model.state, optimizer.state] if has_group else [model.state]
+    advice = r"call init\(\) .*outside the compiled function, and pass scaler\.state or"
+    step = mx.compile(step, inputs=state, outputs=state)
 
+    def step_and_read():
+        step(*batch())
+        scaler.get_scale()
 
-def test_buffer_that_accumulates_scaled_gradients_again_is_unscaled_again():
-    scaler, optimizer, buffer = GradScaler(8.0), optim.SGD(1.0), {"w": mx.array(0.0)}
-    for _ in range(3):
-        buffer["w"] *= 0
-        buffer["w"] += mx.grad(lambda w: scaler.scale(3.0 * w))(mx.array(1.0))
-        scaler.unscale_(optimizer, buffer)
-        assert buffer["w"].item() == 3.0
-        scaler.apply_gradients(optimizer, buffer, {"w": mx.array(1.0)})
-        scaler.update()
-
-
-def test_model_may_hold_a_private_reference_to_its_parent():
-    model, scaler = Mlp(), GradScaler()
-    model.layers[0]._parent = model
-    _, grads = scaler.value_and_grad(model, mse(model))(*batch())
-    assert scaler.minimize(optim.SGD(0.1), model, grads).item()
+    with pytest.raises(RuntimeError, match=advice):
+        step_and_read()

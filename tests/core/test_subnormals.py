@@ -32,21 +32,14 @@ def test_small_gradients_survive_the_smallest_and_the_largest_scale(
     np.testing.assert_allclose(new, [-3.0 * size, -(2.0**-30) * size], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("limit", "value"), [(LARGEST, 1.0), (SMALLEST, float("inf"))])
-def test_scale_growth_and_backoff_stop_at_the_limits(limit, value):
-    scaler = used(GradScaler(limit, growth_interval=1))
-    scaler.apply_gradients(optim.SGD(0.1), {"w": mx.array([value])}, {"w": mx.ones(1)})
-    scaler.update()
-    assert scaler.get_scale() == limit
-
-
-@pytest.mark.parametrize(
-    ("loaded", "expected"), [(2.0**127, LARGEST), (2.0**-149, SMALLEST)]
-)
-def test_pytorch_scale_beyond_the_limits_is_clamped_when_loaded(loaded, expected):
-    scaler = GradScaler()
-    scaler.load_state_dict(GradScaler().state_dict() | {"scale": loaded})
-    assert scaler.get_scale() == expected
+def test_scale_stays_within_its_limits_when_it_moves_or_is_loaded():
+    for scale, limit, value in ((2.0**127, LARGEST, 1.0), (2.0**-149, SMALLEST, INF)):
+        scaler = used(GradScaler(growth_interval=1))
+        scaler.load_state_dict(scaler.state_dict() | {"scale": scale})  # PyTorch's
+        assert scaler.get_scale() == limit
+        scaler.apply_gradients(optim.SGD(0.1), *[{"w": mx.array([value])}] * 2)
+        scaler.update()
+        assert scaler.get_scale() == limit
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -84,14 +77,3 @@ def test_skipped_step_keeps_the_bits_of_every_half_number(name, kind, compiled, 
     assert bits(inner.state) == moments
     if kind in (16, 8):
         assert same(optimizer.state["remainders"]["w"], remainders)
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("dtype", "bits", "nan"),
-    [(mx.float32, mx.uint32, 0x7F800001), (mx.bfloat16, mx.uint16, 0x7F81)],
-)
-def test_mlx_where_preserves_the_bits_of_subnormals_and_nans(dtype, bits, nan):
-    select = mx.compile(lambda x, keep: mx.where(keep, x, x + 1))
-    x = mx.array([1, nan], bits).view(dtype)
-    assert select(x, mx.array(True)).view(bits).tolist() == [1, nan]

@@ -6,12 +6,12 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.helpers import bits, pickled, same
+from support.helpers import bits, pickled
 from support.optimizer_helpers import check_beside_bare
 from support.packed_moments import PackedAdamW
 from support.scaler_helpers import guarded_apply
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
+from mlx_gradscale import LossScaleOptimizer, MasterWeightOptimizer
 
 
 class Own(optim.Optimizer):
@@ -28,11 +28,11 @@ class Own(optim.Optimizer):
 class NumberInState(Own):
     def init_single(self, parameter, state):
         super().init_single(parameter, state)
-        state["weight"] = 0.0
+        state["calls"] = (0, "count")
 
     def apply_single(self, gradient, parameter, state):
-        state["weight"] = 1.0 + 0.9 * state["weight"]
-        share = 1.0 / state["weight"]
+        state["calls"] = (state["calls"][0] + 1, "count")
+        share = 1.0 / state["calls"][0]
         state["m"] = (1 - share) * state["m"] + share * gradient
         return parameter - self.learning_rate * state["m"]
 
@@ -78,16 +78,6 @@ class KeysComeAndGo(Own):
         state.pop("n", None)
         state["m" if old is None else "n"] = gradient
         return parameter - self.learning_rate * gradient
-
-
-class TupleOfNumbers(Own):
-    def init_single(self, parameter, state):
-        super().init_single(parameter, state)
-        state["calls"] = (0, "count")
-
-    def apply_single(self, gradient, parameter, state):
-        state["calls"] = (state["calls"][0] + 1, "count")
-        return parameter - self.learning_rate * gradient / state["calls"][0]
 
 
 class SingularValue(Own):
@@ -137,7 +127,7 @@ class Quantized(PackedAdamW):
 
 
 # What is not arrays under stable keys works only outside of mx.compile.
-REFUSED = [NumberInState, KeyFromGradients, FlagForAll, KeysComeAndGo, TupleOfNumbers]
+REFUSED = [NumberInState, KeyFromGradients, FlagForAll, KeysComeAndGo]
 KINDS = [*REFUSED, CountInAttribute, Around, InPlace, SingularValue, Quantized]
 
 
@@ -286,66 +276,39 @@ def test_parameter_added_later_gets_its_own_first_step():
     assert optimizer.state["b"]["v"].item() == 16
 
 
-def set_state(optimizer):
+# A list in a flattened state ends at its last array, and these end with a frozen layer.
+WEIGHTS = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
+
+
+def gradients(*values):
+    return {"layers": [{}, mx.array(values), {}]}
+
+
+def loaded_before_init(optimizer):
     other = MasterWeightOptimizer(type(optimizer.optimizer)())
-    other.init({"w": mx.ones(2)})
-    other.apply_gradients({"w": mx.array([5.0, 6.0])}, {"w": mx.ones(2)})
     other.state = tree_unflatten(tree_flatten(optimizer.state))
     return other
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, set_state])
-@pytest.mark.parametrize("make", [NumberInState, KeyFromGradients])
-def test_copy_of_a_wrapped_third_party_optimizer_steps_like_the_original(make, copied):
-    optimizer, weights = MasterWeightOptimizer(make()), {"w": mx.ones(2)}
-    for _ in range(2):
-        weights = optimizer.apply_gradients({"w": mx.array([0.5, -1.0])}, weights)
-    results = []
-    for each in (copied(optimizer), optimizer):
-        new = weights
-        for i in range(3):
-            new = each.apply_gradients({"w": mx.array([1.0 + i, -1.0])}, new)
-        results.append(new)
-    assert same(*results)
-
-
-def test_state_of_a_third_party_optimizer_may_contain_inf():
-    class Best(optim.SGD):
-        def __init__(self):
-            super().__init__(0.1)
-            self.state["best"] = mx.array(mx.inf)
-
-    optimizer, other = (MasterWeightOptimizer(Best()) for _ in range(2))
-    optimizer.init({"w": mx.ones(2)})
-    other.state = dict(tree_flatten(optimizer.state))
-    assert other.state["best"].item() == mx.inf
-
-
-@pytest.mark.parametrize("when", ["before init", "after init"])
-def test_saved_state_with_frozen_layers_at_the_end_resumes_exactly(when):
-    # A list in a flattened state ends at its last array.
-    weights = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
-    gradients = {"layers": [{}, mx.array([0.5, -1.0]), {}]}
-    trained = {"layers": [{}, mx.ones(2), {}]}
-    optimizer, other = (MasterWeightOptimizer(KeyFromGradients()) for _ in range(2))
-    optimizer.init(trained)
-    for _ in range(2):
-        optimizer.apply_gradients(gradients, weights)
-    if when == "after init":
-        other.init(trained)
+def loaded_after_a_step(optimizer):
+    other = MasterWeightOptimizer(type(optimizer.optimizer)())
+    other.apply_gradients(gradients(5.0, 6.0), WEIGHTS)
     other.state = tree_unflatten(tree_flatten(optimizer.state))
-    found = [each.apply_gradients(gradients, weights) for each in (optimizer, other)]
-    assert same(*found)
+    return other
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, pickled, loaded_before_init, loaded_after_a_step]
+)
+@pytest.mark.parametrize("make", [NumberInState, KeyFromGradients])
+def test_copied_or_saved_third_party_optimizer_steps_like_the_original(make, copied):
+    optimizer = MasterWeightOptimizer(make())
+    for _ in range(2):
+        optimizer.apply_gradients(gradients(0.5, -1.0), WEIGHTS)
+    other, found = copied(optimizer), []
+    for each in (other, optimizer):
+        for i in range(3):
+            new = each.apply_gradients(gradients(1.0 + i, -1.0), WEIGHTS)
+        found.append(bits(new))
+    assert found[0] == found[1]
     assert repr(other.optimizer.state) == repr(optimizer.optimizer.state)
-
-
-def test_scaler_distinguishes_optimizers_that_compare_equal():
-    class Equal(optim.SGD):
-        def __eq__(self, other):
-            return True
-
-    scaler, weights = GradScaler(1.0, dynamic=False), {"w": mx.zeros(1)}
-    for rate in (1.0, 2.0):
-        new = scaler.apply_gradients(Equal(rate), {"w": mx.ones(1)}, weights)
-        assert new["w"].item() == -rate
-    scaler.update()

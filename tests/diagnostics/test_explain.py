@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from support.helpers import NAN, model_state
 
-from mlx_gradscale import GradScaler, float32_layers
+from mlx_gradscale import float32_layers
 from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
@@ -70,13 +70,13 @@ BACKWARD = {"fc1": 1e4}, 1e-4, mean_square
 CASES = [  # gains, x, loss function, loss scale, cause, layer, text
     ({}, 1.0, mean_square, 1.0, "nothing", None, "compute_dtype= that training uses"),
     ({"fc2": 3e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1.fc2", "contains 32 +inf out of 32 float16 values."),
+        "forward", "blocks.1.fc2", "blocks.1.fc2 reaches 1.2e+05, above 65504."),
     ({"fc2": 1e5}, 0.1, mean_square, 1.0,
-        "forward", "blocks.1.fc2", "The output of blocks.1.fc2 contains"),
+        "forward", "blocks.1.fc2", "The output of blocks.1.fc2 is non-finite in"),
     ({"between": 6e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1", "The input of blocks.1.fc2, which"),
+        "forward", "blocks.1", "above 65504. The code of blocks.1 computes it."),
     ({"after": 6e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1", "The output of blocks.1 contains"),
+        "forward", "blocks.1", "The output of blocks.1 reaches"),
     (*BACKWARD, 2.0**10,
         "gradients", "blocks.1.fc1", "The gradient of the input of blocks.1.fc1"),
     (*BACKWARD, 1.0, "nothing", None, "The loss is finite ("),
@@ -85,8 +85,8 @@ CASES = [  # gains, x, loss function, loss scale, cause, layer, text
     ({}, 300.0, lambda model, x: model(x).square().sum(), 1.0,
         "loss", None, "The loss itself is inf at a loss scale of 2^0, "),
     ({}, 1.0, lambda model, x: model(x).mean(), 65536.0,
-        "gradients", None, "of the model, computed by the loss function, "),
-    ({}, 0.0, root, 2.0**10, "derivative", None, "non-finite values even in float32"),
+        "gradients", "", "The gradient of the output of the model is"),
+    ({}, 0.0, root, 2.0**10, "derivative", "", "non-finite values even in float32"),
 ]  # fmt: skip
 
 
@@ -184,8 +184,8 @@ def test_explain_overflow_knows_the_caller_of_a_checkpointed_layer():
 
     # The gradient overflows in the model, by its 1e4, on the way to the layer.
     report = explain(Checkpointed(), scale=2.0**10)
-    assert (report.cause, report.layer) == ("gradients", "")
-    assert "output of blocks.1, computed by the model," in str(report)
+    assert (report.cause, report.layer) == ("gradients", "blocks.1")
+    assert "The gradient of the output of blocks.1 is NaN or inf." in str(report)
 
 
 @pytest.mark.parametrize("dtype", [None, HALF])
@@ -204,8 +204,3 @@ def test_explain_overflow_restores_the_model_after_an_error(dtype):
     with pytest.raises(KeyError, match="no such column"):
         explain_overflow(model, loss_fn, model, mx.ones((4, 8)), compute_dtype=dtype)
     assert model_state(model) == before
-
-
-def test_explain_overflow_refuses_a_scale_loss_function():
-    with pytest.raises(TypeError, match="Pass the original function"):
-        explain(Net(), loss_fn=GradScaler().scale_loss(mean_square))

@@ -9,7 +9,7 @@ from support.overflow_models import MODELS, batch
 
 import mlx_gradscale
 from mlx_gradscale import GradScaler, LossScaleOptimizer, find_float32_layers
-from mlx_gradscale.diagnostics import explain_overflow
+from mlx_gradscale.diagnostics import calibrate, explain_overflow
 
 HALF = mx.float16
 
@@ -21,6 +21,10 @@ def paste(report, **names):
     for line in report.line.splitlines():
         if line.startswith("    "):
             exec(line.strip(), namespace)
+    if "calibrate() finds a better scale" in report.line:
+        scaler = names["optimizer"].scaler
+        scale = calibrate(scaler, names["model"], names["loss_fn"], *names["batch"])
+        assert scale == report.search.scale
 
 
 def train(model, loss_fn, optimizer, steps=20):
@@ -50,7 +54,7 @@ ADVICE = {
         [*(f"blocks.{i}.norms.{j}" for i in (0, 1) for j in (0, 2)), "norm"]),
     "no overflow": ("nothing", None, None),
     "batch norm": ("forward", "layers.1", ["layers.1"]),
-    "cosine": ("gradients", None, None),
+    "cosine": ("gradients", "", None),
     "KL divergence": ("loss", None, LAST),
     "log of softmax": ("loss", None, LAST),
     "sum of squares": ("loss", None, LAST),
@@ -87,7 +91,7 @@ def test_pasted_advice_trains_as_in_float32_and_skips_no_step(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("large targets", 256), ("no overflow", 65536)]
+    ("name", "scale"), [("large targets", 512), ("no overflow", 65536)]
 )
 def test_search_report_names_calibrate_only_if_the_first_steps_would_be_skipped(
     name, scale
@@ -95,11 +99,7 @@ def test_search_report_names_calibrate_only_if_the_first_steps_would_be_skipped(
     model, loss_fn = MODELS[name]()
     options = {"compute_dtype": HALF, "cast_inputs": name == "no overflow"}
     found = find_float32_layers(model, loss_fn, [batch(model)], **options)
-    line = (
-        "    mlx_gradscale.diagnostics.calibrate(optimizer, model, loss_fn, *batch, "
-        "compute_dtype=mx.float16, cast_inputs=False)\n"
-    )
-    assert (line in str(found)) == (name != "no overflow")
+    assert ("calibrate() finds a better" in str(found)) == (name != "no overflow")
     assert found.scale == scale
 
 
@@ -110,25 +110,7 @@ def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
     report = explain_overflow(model, loss_fn, *batch(model), scale=GradScaler())
     assert (report.cause, report.fix) == ("gradients", None)
     assert "match float32. A dynamic scaler" in str(report)
-    assert "calibrate(scaler, model, loss_fn, *batch)" in report.line
-
-
-def test_pasted_line_passes_the_keyword_arguments_of_the_loss_function():
-    model, loss_fn = MODELS["large targets"]()
-    model.set_dtype(HALF)
-    mlx_gradscale.float32_layers(model, LAST)
-    x, y = batch(model)
-
-    def weighted(x, *, targets, weight):
-        return loss_fn(x, targets) * weight
-
-    scaler, given = GradScaler(), {"targets": y, "weight": mx.array(2.0)}
-    report = explain_overflow(model, weighted, x, scale=scaler, **given)
-    names = {"model": model, "weighted": weighted, "scaler": scaler, "batch": [x]}
-    paste(report, **names, **given)
-    assert scaler.get_scale() < 65536
-    found = find_float32_layers(model, weighted, [{"x": x, **given}])
-    assert "weighted, x=x, targets=targets, weight=weight)" in found.calibration
+    assert "calibrate() finds a better scale" in report.line
 
 
 def test_small_gradients_that_underflow_without_scaling_are_reported():
@@ -151,4 +133,4 @@ def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
     assert (report.cause, report.fix) == ("forward", [""])
     assert "The whole model would have to" in report.line
     text = str(find_float32_layers(model, mse(model), [batch(model)]))
-    assert "\n  (model): The input of layers.1, which the code of the model " in text
+    assert "\n  (model): The output of the model is non-finite in float16." in text

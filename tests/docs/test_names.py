@@ -22,13 +22,8 @@ RESOLVE = """
 import json, sys
 import mlx_gradscale
 for name in json.load(sys.stdin):
-    try:
-        eval(name)
-    except AttributeError as error:
-        print(f"{name}: {error}")
-for name in ("torch", "matplotlib", "tqdm", "mlx_lm"):
-    if name in sys.modules:
-        print(f"{name} was imported")
+    eval(name)
+assert {"torch", "matplotlib", "tqdm", "mlx_lm"}.isdisjoint(sys.modules)
 """
 
 
@@ -47,14 +42,8 @@ def names_in_pages():
 def test_every_documented_name_exists_after_one_import_of_nothing_optional():
     names = {*names_in_messages(), *names_in_pages()} - COMMANDS
     assert names >= {f"mlx_gradscale.{module}" for module in MODULES}
-    ended = subprocess.run(
-        [sys.executable, "-c", RESOLVE],
-        input=json.dumps(sorted(names)),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (ended.stdout, ended.stderr) == ("", "")
+    command = [sys.executable, "-c", RESOLVE]
+    subprocess.run(command, input=json.dumps(sorted(names)), text=True, check=True)
 
 
 def test_dir_of_the_package_lists_only_public_names():

@@ -60,5 +60,5 @@ def test_files_named_in_the_guides_for_developers_exist(page):
 
 def test_every_example_is_on_the_index():
     page = (ROOT / "docs" / "index.md").read_text()
-    shown = set(re.findall(r"^\| \[(.*\.py)\]\(../examples/\1\)", page, re.MULTILINE))
+    shown = set(re.findall(r"^- \[(.*\.py)\]\(../examples/\1\)", page, re.MULTILINE))
     assert shown == {x.name for x in (ROOT / "examples").glob("*.py")}

@@ -1,5 +1,6 @@
 """Files and folders are written whole or not at all, and nothing stays behind."""
 
+import contextlib
 import os
 import resource
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_concurrent_writers_do_not_remove_each_others_files(tmp_path):
         fill(first, "first")
     assert names(tmp_path) == {"folder", "other", "out"}
     assert owner(tmp_path / "folder") == "first"
+
+
+def test_writer_that_began_beside_another_is_safe_after_that_one_has_ended(tmp_path):
+    with contextlib.ExitStack() as stack:
+        with atomic_folder(tmp_path / "first") as first:
+            second = stack.enter_context(atomic_folder(tmp_path / "second"))
+            fill(first, "first")
+        write("folder", tmp_path / "third")
+        fill(second, "second")
+    assert owner(tmp_path / "second") == "second"
 
 
 def test_files_with_similar_names_are_neither_opened_nor_removed(tmp_path):

@@ -1,6 +1,7 @@
 """``GradScaler.save`` and ``load``: every format gives back the whole state."""
 
 import gzip
+import tracemalloc
 
 import mlx.core as mx
 import pytest
@@ -50,8 +51,13 @@ def test_truncated_or_foreign_file_changes_nothing(tmp_path, suffix, content):
 def test_file_that_decompresses_to_too_much_data_is_refused(tmp_path):
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * 2**24))
-    with pytest.raises(ValueError, match="too large"):
-        GradScaler().load(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="too large"):
+            GradScaler().load(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
 
 
 def test_flipped_bit_in_a_gzip_file_is_an_error(tmp_path):

@@ -260,7 +260,6 @@ class Stream(nn.Module):
     "where",
     [
         ["layers.1 to norm"],
-        ["layers.[123] to norm"],
         ["layers.1 to layers.2 to layers.3 to norm"],
         # A layer in two chains casts back only if it ends both.
         ["layers.1", "layers.1 to layers.2", "layers.2 to layers.3 to norm"],

@@ -120,7 +120,7 @@ def test_headroom_plot_shows_the_limit_float32_layers_and_overflows_inside():
     figure = plot_headroom(Float32Search([], rows=rows))
     assert {"0 of 1 layers overflow in bfloat16", "3.3895e+38"} <= {*texts(figure)}
     assert figure.axes[0].get_ylim()[1] > 128
-    figure = plot_headroom(search(largest=3.0, overflows_inside=True))
+    figure = plot_headroom(search(where=["layers.1"], largest=3.0))
     assert any(x.startswith("1 of 5 layers overflow in") for x in texts(figure))
     mark = {x.get_label(): x for x in figure.axes[0].lines}["overflows inside"]
     assert (list(mark.get_xdata()), mark.get_ydata()[0] > 16) == ([1], True)

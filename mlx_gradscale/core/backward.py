@@ -1,0 +1,265 @@
+"""Differentiate a loss, starting from its scale instead of from 1.
+
+``mx.vjp`` takes the cotangent of the loss, so the loss itself is never scaled.
+``value_and_grad`` returns the gradients unscaled. ``scale_loss`` is for losses that
+somebody else differentiates: the function differentiates itself, and passes its
+gradients on, unscaled, in the backward pass outside. The scale never leaves it.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from .forward import Casting, forward_pass, is_opaque, rebuild
+from .fusion import each_use
+from .gradients import unscale, unscale_array
+from .masters import to_float32
+from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
+from .trees import is_floating, leaves, tree_like
+
+
+class Backward:
+    """Scale the backward passes of a scaler, whose state is ``state``."""
+
+    def __init__(self, state: dict[str, mx.array]):
+        self._state = state
+        self._has_seen_loss = False
+        self.is_dynamic = True
+        self.warn_once = WarnOnce()
+
+    def value_and_grad(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        casting: Casting,
+        is_enabled: bool,
+    ) -> Callable[..., Any]:
+        """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
+        is_checked = casting.compute_dtype is not None or not is_enabled
+        watch = UpdateWatch()
+
+        @wraps(loss_fn)
+        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_checked
+            if not is_checked:
+                check_dtypes(model, args, self.warn_once)
+                is_checked = True
+            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            own = model.trainable_parameters()
+            cast = casting.cast_parameters(model, own)
+
+            def forward(*parameters: mx.array) -> Any:
+                model.update(tree_like(cast, parameters))
+                outputs = loss_fn(*args, **kwargs)
+                end_forward(parameters)
+                return outputs
+
+            with forward_pass([model], casting) as end_forward:
+                outputs, scaled = self._vjp(forward, leaves(cast), scale)
+            gradients = tree_like(own, scaled)
+            if not is_enabled:
+                return outputs, tree_map(lambda g, x: g.astype(x.dtype), gradients, own)
+            watch.look(scale, id(next(iter(leaves(own)), None)), self.warn_once)
+            return outputs, unscale(gradients, 1.0 / scale)
+
+        return value_and_grad_fn
+
+    def scale_loss(
+        self,
+        loss_fn: Callable[..., Any],
+        model: Any,
+        casting: Casting,
+        is_enabled: bool,
+    ) -> Callable[..., Any]:
+        """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
+
+        Inside, the arrays that it is given stand behind ``stop_gradient``. Outside,
+        they get their gradients from the vjp of an identity. Everything else keeps
+        MLX's own gradient.
+        """
+
+        @wraps(loss_fn)
+        def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
+            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            flat = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
+            models = [x for _, x in flat if isinstance(x, nn.Module)]
+            own = [x.trainable_parameters() for x in models]
+            given = {id(x): x for x in (*leaves(own), *(x for _, x in flat))}
+            traced = {i: x for i, x in given.items() if is_traced(x)}
+            originals = list(traced.values())
+            outside = _Outside(originals)
+
+            def forward(*stopped: mx.array) -> Any:
+                stand_ins = dict(zip(traced, stopped, strict=True))
+
+                def replace(x: Any) -> Any:
+                    return stand_ins.get(id(x), x)
+
+                new = [tree_map(replace, parameters) for parameters in own]
+                new = list(map(casting.cast_parameters, models, new))
+                for each, parameters in zip(models, new, strict=True):
+                    each.update(parameters)
+                new_args, new_kwargs = rebuild((args, kwargs), replace)
+                outputs = loss_fn(*new_args, **new_kwargs)
+                end_forward(leaves(new))
+                return outputs
+
+            with forward_pass(models, casting, outside.value) as end_forward:
+                stopped = list(map(mx.stop_gradient, originals))
+                outputs, scaled = self._vjp(forward, stopped, scale)
+            if not originals:
+                return outputs
+            loss = outside.loss(loss_of(outputs), scaled, scale)
+            return _replace_loss(rebuild(outputs, outside.value), loss)
+
+        return scaled_loss_fn
+
+    def scaled(self, output: mx.array) -> mx.array:
+        """Multiply an output by the scale in float32."""
+        self._check_loss(output, self._state["scale"])
+        return to_float32(output) * self._state["scale"]
+
+    def _vjp(
+        self, forward: Callable[..., Any], arrays: list[mx.array], scale: mx.array
+    ) -> tuple[Any, list[mx.array]]:
+        """Return the outputs, with a float32 loss, and the scaled gradients."""
+        outputs: list[Any] = []
+
+        def loss_fn(*arrays: mx.array) -> mx.array:
+            outputs.append(forward(*arrays))
+            loss = loss_of(outputs[0])
+            self._check_loss(loss, scale)
+            return loss.astype(mx.float32)
+
+        if arrays:
+            (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
+        else:  # mx.vjp would hold the activations
+            loss, gradients = loss_fn(), []
+        return _replace_loss(outputs.pop(), loss), gradients
+
+    def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
+        if not self._has_seen_loss:
+            self._has_seen_loss = True  # so that the scale is read only once
+            check_loss(loss, scale, self.is_dynamic, self.warn_once)
+
+
+def _no_gradient(function: Callable[..., Any]) -> Any:
+    """Return a function that raises if somebody differentiates it."""
+
+    def vjp(*_: Any) -> NoReturn:
+        raise RuntimeError(
+            "A loss function from scale_loss() has only first derivatives, and only "
+            "its loss has any. Return everything that is added to the loss, such as "
+            "what a layer stores in the model, as part of the loss, and take inner "
+            "gradients inside the function. mx.checkpoint stores parameters too: use "
+            "mlx_gradscale.grad_checkpoint instead."
+        )
+
+    custom = mx.custom_function(function)
+    custom.vjp(vjp)
+    return custom
+
+
+# An array that depends on others, though it is computed from nothing.
+_token = _no_gradient(lambda arrays: mx.array(0.0))
+# The first array, as one that depends on the second, a token.
+_value = _no_gradient(lambda x, token: x)
+
+
+class _Outside:
+    """What the outside of a loss function from ``scale_loss`` gets from the inside.
+
+    Only the loss has a gradient with respect to the originals, the arrays that the
+    function is given. Whatever else is differentiated raises there and then.
+    """
+
+    def __init__(self, originals: list[mx.array]):
+        self._originals = originals
+        self._token = _token(originals)
+
+    def value(self, x: mx.array) -> mx.array:
+        """Return an array that raises if it is differentiated."""
+        is_differentiable = self._originals and is_floating(x)
+        value: mx.array = _value(x, self._token) if is_differentiable else x
+        return value
+
+    def loss(self, loss: mx.array, scaled: list[mx.array], scale: mx.array) -> mx.array:
+        """Return the loss with these gradients, unscaled, for the originals."""
+
+        def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
+            inverse = each_use(cotangent / scale)
+            return cotangent, list(map(self.value, map(unscale_array, scaled, inverse)))
+
+        identity: Any = mx.custom_function(lambda loss, originals: loss)
+        identity.vjp(vjp)
+        outer: mx.array = identity(loss, self._originals)
+        return outer
+
+
+class _Answer(threading.local):
+    is_run = False
+
+
+_answer = _Answer()
+
+
+@mx.compile
+def _ask(x: mx.array) -> mx.array:
+    _answer.is_run = True
+    return x
+
+
+def _runs(x: mx.array) -> bool:
+    _answer.is_run = False
+    _ask(x[(0,) * x.ndim])
+    return _answer.is_run
+
+
+def is_traced(x: Any) -> bool:
+    """Return whether a floating-point array is being differentiated or compiled.
+
+    Evaluates nothing. A wrong answer is always True, which only costs memory.
+    """
+    if not isinstance(x, mx.array) or not is_floating(x):
+        return False
+    # MLX runs the Python code of a compiled function again for each tracer, and
+    # otherwise only for the first array of a dtype.
+    return not x.size or (_runs(x) and _runs(x))
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise if this is no function, such as the loss itself."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "Expected the loss function, which returns the loss, got "
+            f"{type(loss_fn).__name__}. To scale a loss as in PyTorch, use "
+            "GradScaler.scale()."
+        )
+
+
+def loss_of(outputs: Any) -> mx.array:
+    """Return the loss in the output of a loss function, or raise if it is invalid."""
+    loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if not isinstance(loss, mx.array):
+        raise TypeError(
+            "The loss function must return an mx.array, or a tuple that starts with "
+            f"one; got {loss!r}."
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"The loss must be a scalar, got an array of shape {loss.shape}. Reduce "
+            "it, for example with loss.mean()."
+        )
+    return loss
+
+
+def _replace_loss(outputs: Any, loss: mx.array) -> Any:
+    """Return the output of a loss function with its loss replaced."""
+    if hasattr(outputs, "_fields"):
+        return type(outputs)(loss, *outputs[1:])
+    return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss

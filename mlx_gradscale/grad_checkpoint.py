@@ -1,0 +1,215 @@
+"""Recompute layers in the backward pass instead of keeping their activations.
+
+A layer runs again with the same random key, and with the contents that the dicts and
+lists of its modules and arguments had before. So gradients, random numbers and buffers
+are those without recomputation. Two dependencies in the graph save memory: a layer is
+recomputed after the gradient of its outputs is known, and the gradients of its inputs
+wait for those of its weights, so that it is done before the next one is recomputed.
+"""
+
+from operator import is_not
+from types import NoneType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from .core.forward import is_opaque
+from .core.intercept import get_handlers, set_handlers
+from .core.trees import CONTAINERS, is_floating
+
+# What arguments may consist of. A layer may write to any other object, such as a cache.
+_PLAIN = (mx.array, mx.Dtype, bool, int, float, complex, str, bytes, NoneType)
+# Containers, each with a copy of its contents.
+_Boxes = list[tuple[Any, Any]]
+
+
+class GradCheckpoint:
+    """Recomputed layers, until ``undo()`` is called or a ``with`` block ends."""
+
+    def __init__(self, modules: list[nn.Module]):
+        self._modules = modules
+        for module in modules:
+            # Outermost, so that a float32 layer casts again and keeps no casts.
+            set_handlers(module, (*get_handlers(module), _recompute))
+
+    def undo(self) -> None:
+        """Stop the recomputation of the layers for which this call started it."""
+        for module in self._modules:
+            others = (x for x in get_handlers(module) if x is not _recompute)
+            set_handlers(module, tuple(others))
+
+    def __enter__(self) -> "GradCheckpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def grad_checkpoint(layers: Any) -> GradCheckpoint:
+    """Recompute layers in the backward pass, to save memory at the cost of time.
+
+    Only the inputs of these layers are kept for the backward pass. Loss, gradients,
+    random numbers and buffers stay the same, also inside ``mx.compile``. Freeze
+    parameters that you do not train, or their gradients are computed too. If you call
+    this function after compiling a step, compile the step again.
+
+    Calls with an argument that is neither an array, a number or a string nor a list,
+    tuple or dict of these, such as a cache, are not recomputed. Random numbers that do
+    not come from MLX differ when a layer runs again.
+
+    Args:
+        layers (nn.Module or list): A module, a list of modules, or a model whose
+            ``layers`` are recomputed one by one.
+
+    Returns:
+        GradCheckpoint: A handle. Call its ``undo()``, or use it in a ``with``
+        statement, to stop the recomputation.
+
+    Raises:
+        TypeError: If a layer is not a module, or cannot be called.
+        ValueError: If the list is empty.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale import grad_checkpoint
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2))
+        >>> loss_and_grad = nn.value_and_grad(model, lambda x: model(x).sum())
+        >>> with grad_checkpoint(model):
+        ...     loss, gradients = loss_and_grad(mx.ones((1, 2)))
+    """
+    inner = getattr(layers, "layers", None)
+    modules = inner if isinstance(inner, list | tuple) else layers
+    modules = modules if isinstance(modules, list | tuple) else [modules]
+    if not modules:
+        raise ValueError("There are no layers to recompute: the list is empty.")
+    for module in modules:
+        if not isinstance(module, nn.Module) or not callable(module):
+            raise TypeError(
+                "Expected a module with __call__, a list of such modules, or a model "
+                f"with layers, got {type(module).__name__}."
+            )
+    state: Any = mx.random.state
+    if _random_state()[0] is not state[0]:
+        raise RuntimeError(
+            "This version of MLX stores its random key in a place that is not known "
+            "here. Install another version of mlx_gradscale or MLX."
+        )
+    new = {id(x): x for x in modules if _recompute not in get_handlers(x)}
+    return GradCheckpoint(list(new.values()))
+
+
+def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Handler that calls a function, and calls it again in the backward pass."""
+    arguments = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
+    if not all(isinstance(x, _PLAIN) for x in arguments):
+        return function(*args, **kwargs)
+    boxes, key = _look([args, kwargs, module]), _random_state()[0]
+    found = (x for _, copy in boxes for x in _values(copy))
+    arrays = {id(x): x for x in found if isinstance(x, mx.array)}
+    results: list[Any] = []
+
+    def forward(_: list[mx.array]) -> list[mx.array]:
+        results.append(function(*args, **kwargs))
+        return _arrays(results[0]) or [mx.zeros(())]
+
+    def backward(inputs: Any, cotangents: Any, _: Any) -> list[mx.array]:
+        ready = [x for x in cotangents if is_floating(x)]
+        # One call for each array: evaluating one of several evaluates them all.
+        new = {i: mx.depends(x, ready) for i, x in zip(arrays, inputs, strict=True)}
+        floating = [i for i, x in new.items() if is_floating(x)]
+
+        def run(*primals: mx.array) -> list[mx.array]:
+            new.update(zip(floating, primals, strict=True))
+            _restore(boxes, new)
+            outputs = _arrays(function(*_replace(args, new), **kwargs))
+            # mx.vjp skips outputs of mx.stop_gradient, and then gives their cotangents
+            # to the next outputs.
+            return [mx.depends(x, []) for x in outputs if is_floating(x)]
+
+        state, boxes_now = _random_state(), [(box, type(x)(box)) for box, x in boxes]
+        key_now, state[0] = state[0], mx.depends(key, ready)
+        try:
+            _, found = mx.vjp(run, [new[i] for i in floating], ready)
+        finally:
+            _restore(boxes_now, {})
+            state[0] = key_now
+        gradients = dict(zip(floating, found, strict=True))
+        weights = [gradients[i] for i in _trainable(boxes) if i in gradients]
+        for i in gradients.keys() & map(id, arguments):
+            gradients[i] = mx.depends(gradients[i], weights)
+        return [gradients.get(i, mx.zeros_like(x)) for i, x in new.items()]
+
+    recomputed: Any = mx.custom_function(forward)
+    recomputed.vjp(backward)
+    outputs = iter(recomputed(list(arrays.values())))
+    return tree_map(
+        lambda x: next(outputs) if isinstance(x, mx.array) else x,
+        results[0],
+        is_leaf=is_opaque,
+    )
+
+
+def _look(stack: list[Any]) -> _Boxes:
+    """Copy each dict, list and tuple in these, and the attributes of modules."""
+    boxes: dict[int, tuple[Any, Any]] = {}
+    while stack:
+        box = stack.pop()
+        if id(box) not in boxes:
+            copy = dict(box) if isinstance(box, dict) else list(box)
+            boxes[id(box)] = box, copy
+            stack += (x for x in _values(copy) if isinstance(x, CONTAINERS))
+            if isinstance(box, nn.Module):
+                stack.append(vars(box))
+    return list(boxes.values())
+
+
+def _values(copy: Any) -> Any:
+    return copy.values() if isinstance(copy, dict) else copy
+
+
+def _trainable(boxes: _Boxes) -> list[int]:
+    """Return the ids of the trainable parameters of modules."""
+    modules = [(box, copy) for box, copy in boxes if isinstance(box, nn.Module)]
+    return [
+        id(x)
+        for module, copy in modules
+        for name, x in copy.items()
+        if module.trainable_parameter_filter(module, name, x)
+    ]
+
+
+def _restore(boxes: _Boxes, new: dict[int, mx.array]) -> None:
+    """Give each container the contents of its copy, with new arrays by id."""
+    for box, copy in boxes:
+        if isinstance(box, dict):
+            for name in box.keys() - copy.keys():
+                del box[name]
+            # A module's own update() does something else.
+            dict.update(box, {name: _replace(x, new) for name, x in copy.items()})
+        elif isinstance(box, list):
+            box[:] = [_replace(x, new) for x in copy]
+
+
+def _replace(x: Any, new: dict[int, mx.array]) -> Any:
+    """Return the new array for an array, and a tuple of new arrays for a tuple."""
+    if not isinstance(x, tuple):
+        return new.get(id(x), x)
+    items = [_replace(item, new) for item in x]
+    if not any(map(is_not, items, x)):
+        return x
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    leaves = tree_flatten(tree, is_leaf=is_opaque)
+    return [x for _, x in leaves if isinstance(x, mx.array)]
+
+
+def _random_state() -> list[mx.array]:
+    """Return the list that holds this thread's random key."""
+    # Assignments to mx.random.state itself raise an error.
+    state: Any = mx.random.state
+    thread_state: list[mx.array] = iter(state).__reduce__()[1][0]
+    return thread_state
