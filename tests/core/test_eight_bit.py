@@ -90,7 +90,8 @@ def test_noisy_gradients_that_shrink_give_the_sums_of_float32_updates(beta2):
         gains.append((mx.mean(sums[0] * sums[1]) / square).item())
         error = mx.mean(mx.square(sums[1] - sums[0]))
         errors.append(mx.sqrt(error / square).item())
-    assert 0.97 < np.mean(gains) < 1.03
+    # With b in place of its spread, the mean is 0.970.
+    assert 0.98 < np.mean(gains) < 1.02
     assert max(errors) < 0.26
 
 
