@@ -16,10 +16,9 @@ QUESTIONS = (
     "optimizer_phase",
     "bytes_and_kernels",
     "peak_memory",
-    "first_step",
-    "eager_step",
-    "pytorch",
+    "recomputation",
     "checkpoints",
+    "pytorch",
 )
 
 

@@ -19,7 +19,7 @@ from mlx_lm.models import llama
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_gradscale import LossScaleOptimizer
+from mlx_gradscale import LossScaleOptimizer, grad_checkpoint
 from mlx_gradscale.diagnostics import LossScaleCallback
 
 CONFIG = {
@@ -63,6 +63,8 @@ def main(arguments: list[str] | None = None) -> LossScaleOptimizer:
     training, validation = make_data()
     schedule = optim.cosine_decay(3e-3, options.iters)
     optimizer = LossScaleOptimizer(optim.AdamW(schedule), max_grad_norm=1.0)
+    if options.grad_checkpoint:
+        grad_checkpoint(model)  # mlx-lm's own is wrong with dropout
     with tempfile.TemporaryDirectory() as folder:
         train(
             model,
@@ -78,7 +80,6 @@ def main(arguments: list[str] | None = None) -> LossScaleOptimizer:
                 max_seq_length=64,
                 adapter_file=str(Path(folder) / "adapters.safetensors"),
                 grad_accumulation_steps=options.accumulate,
-                grad_checkpoint=options.grad_checkpoint,
             ),
             loss=optimizer.scale_loss(default_loss),
             training_callback=LossScaleCallback(optimizer),

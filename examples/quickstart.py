@@ -84,7 +84,7 @@ def train(
         loss_and_grad = nn.value_and_grad(model, loss_fn)
 
     losses = []
-    progress = tqdm(range(steps), f"{name:37}")
+    progress = tqdm(range(steps), f"{name:37}", disable=None)  # only on a terminal
     for _ in progress:
         loss, grads = loss_and_grad(blur)
         optimizer.update(model, grads)

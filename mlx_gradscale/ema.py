@@ -10,10 +10,8 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from .core.masters import to_float32
-from .core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
+from .core.optimizer import MasterWeightOptimizer
 from .core.trees import is_floating
-
-Wrapper = LossScaleOptimizer | MasterWeightOptimizer
 
 
 class EMA:
@@ -54,7 +52,9 @@ class EMA:
             )
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
-        self._wrapper = optimizer if isinstance(optimizer, Wrapper) else None
+        self._wrapper: MasterWeightOptimizer | None = None
+        if isinstance(optimizer, MasterWeightOptimizer):
+            self._wrapper = optimizer
         # Store 1 - decay, because float32 would round a decay close to 1 to 1.
         # Copy the weights, because ``weight += 1`` modifies an array in place.
         self._state: dict[str, Any] = {

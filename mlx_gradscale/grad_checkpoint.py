@@ -105,9 +105,8 @@ def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -
     arguments = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
     if not all(isinstance(x, _PLAIN) for x in arguments):
         return function(*args, **kwargs)
-    boxes, key = _look([args, kwargs, module]), _random_state()[0]
-    found = (x for _, copy in boxes for x in _values(copy))
-    arrays = {id(x): x for x in found if isinstance(x, mx.array)}
+    boxes, arrays = _look([args, kwargs, module])
+    key = _random_state()[0]
     results: list[Any] = []
 
     def forward(_: list[mx.array]) -> list[mx.array]:
@@ -136,7 +135,7 @@ def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -
             _restore(boxes_now, {})
             state[0] = key_now
         gradients = dict(zip(floating, found, strict=True))
-        weights = [gradients[i] for i in _trainable(boxes) if i in gradients]
+        weights = _trainable(boxes, gradients)
         for i in gradients.keys() & map(id, arguments):
             gradients[i] = mx.depends(gradients[i], weights)
         return [gradients.get(i, mx.zeros_like(x)) for i, x in new.items()]
@@ -151,45 +150,41 @@ def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -
     )
 
 
-def _look(stack: list[Any]) -> _Boxes:
-    """Copy each dict, list and tuple in these, and the attributes of modules."""
+def _look(stack: list[Any]) -> tuple[_Boxes, dict[int, mx.array]]:
+    """Copy each container below these, with the attributes of modules.
+
+    Returns the copies, and the arrays by id.
+    """
     boxes: dict[int, tuple[Any, Any]] = {}
+    arrays: dict[int, mx.array] = {}
     while stack:
         box = stack.pop()
-        if id(box) not in boxes:
-            copy = dict(box) if isinstance(box, dict) else list(box)
-            boxes[id(box)] = box, copy
-            stack += (x for x in _values(copy) if isinstance(x, CONTAINERS))
-            if isinstance(box, nn.Module):
-                stack.append(vars(box))
-    return list(boxes.values())
-
-
-def _values(copy: Any) -> Any:
-    return copy.values() if isinstance(copy, dict) else copy
-
-
-def _trainable(boxes: _Boxes) -> list[int]:
-    """Return the ids of the trainable parameters of modules."""
-    modules = [(box, copy) for box, copy in boxes if isinstance(box, nn.Module)]
-    return [
-        id(x)
-        for module, copy in modules
-        for name, x in copy.items()
-        if module.trainable_parameter_filter(module, name, x)
-    ]
+        if id(box) in boxes:
+            continue
+        copy: Any = dict(box) if isinstance(box, dict) else list(box)
+        boxes[id(box)] = box, copy
+        for x in copy.values() if isinstance(copy, dict) else copy:
+            if isinstance(x, mx.array):
+                arrays[id(x)] = x
+            elif isinstance(x, CONTAINERS):
+                stack.append(x)
+        if isinstance(box, nn.Module):
+            stack.append(vars(box))
+    return list(boxes.values()), arrays
 
 
 def _restore(boxes: _Boxes, new: dict[int, mx.array]) -> None:
     """Give each container the contents of its copy, with new arrays by id."""
+    tuples = {id(x): _replace(x, new) for x, _ in boxes if isinstance(x, tuple)}
+    get = (new | tuples).get
     for box, copy in boxes:
         if isinstance(box, dict):
             for name in box.keys() - copy.keys():
                 del box[name]
             # A module's own update() does something else.
-            dict.update(box, {name: _replace(x, new) for name, x in copy.items()})
+            dict.update(box, {name: get(id(x), x) for name, x in copy.items()})
         elif isinstance(box, list):
-            box[:] = [_replace(x, new) for x in copy]
+            box[:] = [get(id(x), x) for x in copy]
 
 
 def _replace(x: Any, new: dict[int, mx.array]) -> Any:
@@ -200,6 +195,17 @@ def _replace(x: Any, new: dict[int, mx.array]) -> Any:
     if not any(map(is_not, items, x)):
         return x
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+def _trainable(boxes: _Boxes, gradients: dict[int, mx.array]) -> list[mx.array]:
+    """Return the gradients of the trainable parameters of modules."""
+    return [
+        gradients[id(x)]
+        for module, copy in boxes
+        if isinstance(module, nn.Module)
+        for name, x in copy.items()
+        if id(x) in gradients and module.trainable_parameter_filter(module, name, x)
+    ]
 
 
 def _arrays(tree: Any) -> list[mx.array]:

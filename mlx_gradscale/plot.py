@@ -39,13 +39,14 @@ _SETTINGS = {
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
+    "grid.alpha": 0.4,
     "font.size": 9,
     "legend.frameon": False,
 }
 # Formats the exponent x as a power of two, in text and tick labels.
 _POWER = "$2^{{{x:.0f}}}$"
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
-_LONG_RUN, _MANY_LAYERS = 500, 40
+_LONG_RUN, _MOST_LAYERS = 500, 40
 # The exponents of gradients to show. The outer ranges are wide enough for their labels.
 _LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
 # The name, the exponents and the background of each range of float16.
@@ -89,35 +90,35 @@ def plot_history(
     steps = np.array([record.step for record in records])
     columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
     columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
-    height = 0.7 + 1.55 * len(columns)
-    with _new_figure(len(columns), (8.0, height), path) as (figure, panels):
+    size = 8.0, 0.7 + 1.55 * len(columns)
+    with _new_figure(len(columns), size, path) as (figure, panels):
         for axes, (name, column) in zip(panels, columns.items(), strict=True):
             values = np.array(column, float)  # None becomes NaN
             values[np.isinf(values)] = math.nan  # matplotlib leaves a gap
             _draw_line(axes, steps, values, name == "scale")
             axes.set_ylabel(_PANELS[name])
             if skipped:
-                place: Any = {"transform": axes.get_xaxis_transform(), "ms": 5}
-                place |= {"clip_on": False, "color": _ALARM, "label": "skipped step"}
-                axes.plot(skipped, [1.0] * len(skipped), "v", **place)
+                look: Any = {"color": _ALARM, "ms": 5, "label": "skipped step"}
+                look |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
+                axes.plot(skipped, [1.0] * len(skipped), "v", **look)
         panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
         _add_legend(panels[0])
         panels[-1].set_xlabel("step")
-        panels[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.align_ylabels()
     return figure
 
 
 def _draw_line(axes: Any, steps: Any, values: Any, is_scale: bool) -> None:
-    finite = values[np.isfinite(values)]
     # Without a marker, a value between two gaps would be invisible.
     look: Any = {"color": _LINE, "ms": 3, "mew": 0}
+    finite = values[np.isfinite(values)]
     if is_scale:
         # Exponents on a linear axis: for a scale that moves between two powers,
         # matplotlib's logarithmic axis shows only one label.
         axes.step(steps, np.log2(values), ".-", where="post", **look)
         _label_powers(axes.yaxis)
-    elif len(steps) <= _LONG_RUN:
+        return
+    if len(steps) <= _LONG_RUN:
         axes.plot(steps, values, ".-", **look)
     else:
         axes.plot(steps, values, color=_LINE, lw=0.6, alpha=0.35)
@@ -126,7 +127,7 @@ def _draw_line(axes: Any, steps: Any, values: Any, is_scale: bool) -> None:
         count = np.convolve(np.isfinite(values), window, "same")
         mean = np.where(np.isfinite(values), total / np.maximum(count, 1), math.nan)
         axes.plot(steps, mean, color=_LINE, label="running mean")
-    if not is_scale and finite.size and 0 < finite.min() < finite.max() / 50:
+    if finite.size and 0 < finite.min() < finite.max() / 50:
         axes.set_yscale("log")
 
 
@@ -160,8 +161,7 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
         for axes, each in zip(panels, (1.0, scale), strict=True):
             counts, shares = histogram.by_power(each), histogram.at(each)
             heights = [100 * count / histogram.size for count in counts.values()]
-            middles = [p + 0.5 for p in counts]
-            axes.bar(middles, heights, color=_BAR, width=0.85, zorder=2)
+            axes.bar([p + 0.5 for p in counts], heights, color=_BAR, width=0.85)
             axes.set_xlim(_LOW, _HIGH)
             axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
             axes.xaxis.set_major_formatter(_POWER)
@@ -169,15 +169,15 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
             axes.grid(False, axis="x")
             for name, start, end, color in _RANGES:
                 axes.axvspan(start, end, color=color, lw=0, zorder=0)
+                look: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
                 text = f"{name}\n{percent(getattr(shares, name))}"
-                place: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-                axes.text((start + end) / 2, 1.02, text, size=8, **place)
+                axes.text((start + end) / 2, 1.02, text, size=8, **look)
             title = f"with loss scale {_POWER.format(x=math.log2(each))}"
             axes.set_title("without loss scaling" if each == 1 else title, pad=28)
             rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
-            hidden = ", ".join(f"{percent(x)} {name}" for name, x in rest.items() if x)
-            title = f"not drawn: {hidden}" if hidden else ""
-            axes.set_title(title, loc="right", fontsize=8, pad=28)
+            if hidden := [f"{percent(x)} {name}" for name, x in rest.items() if x]:
+                title = f"not drawn: {', '.join(hidden)}"
+                axes.set_title(title, loc="right", fontsize=8, pad=28)
         figure.supylabel("share of all gradients", fontsize=9)
         label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
         panels[-1].set_xlabel(label)
@@ -187,10 +187,9 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
 def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     """Plot how close each layer's values come to the dtype's maximum (float16: 65504).
 
-    The background marks the layers that the search makes float32. A cross above the
-    limit marks such a layer if its inputs and outputs fit. Usually, an intermediate
-    result overflows, such as the mean of squares in a norm. In a model of more than 40
-    layers, layers close to a layer with a larger value have no label.
+    A layer that the search makes float32 although its values fit computes something
+    larger inside, such as the mean of squares in a norm. Of more than 40 layers, the 40
+    that come closest are drawn.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
@@ -212,42 +211,32 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to plot. {search.problem}".strip())
-    fits = [row.headroom >= 0 for row in rows]
-    inside = [i for i, x in enumerate(rows) if fits[i] and x.layer in search.where]
-    n_lost = len(rows) - sum(fits) + len(inside)
-    largest = [math.log2(row.largest) if row.largest else math.nan for row in rows]
-    limit = math.log2(rows[0].maximum)
     dtype = "float16" if rows[0].maximum == Row.maximum else "bfloat16"
-    title = f"{n_lost} of {len(rows)} layers overflow in {dtype}"
+    limit, is_inside = math.log2(rows[0].maximum), set(search.where)
+    lost = sum(row.headroom < 0 or row.layer in is_inside for row in rows)
+    title = f"{lost} of {len(rows)} layers overflow in {dtype}"
     if search.where:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
-    badness = {row.layer: -row.headroom for row in rows}
-    badness |= {rows[i].layer: math.inf for i in inside}
-    with _layer_figure(badness, title, path) as (figure, axes):
-        for i, row in enumerate(rows):
-            if row.is_float32:
-                look: Any = {"color": _NORMAL, "lw": 0, "label": "computes in float32"}
-                axes.axvspan(i - 0.5, i + 0.5, **look)
-        axes.plot(largest, "o", color=_LINE, ms=4, label="inputs and outputs")
-        if inside:
-            look = {"color": _ALARM, "ms": 6, "label": "overflows inside"}
-            axes.plot(inside, [limit + 1.5] * len(inside), "X", **look)
-        bottom, top = axes.get_ylim()
-        # Down to float16's smallest number, because the axis is linear.
-        axes.set_ylim(max(bottom, -24.0), max(top, limit) + 3)
-        axes.axhspan(limit, axes.get_ylim()[1], color=_LOST, lw=0, zorder=0)
-        look = {"transform": axes.get_yaxis_transform(), "va": "center", "size": 8}
-        axes.text(1.005, limit, f"{rows[0].maximum:.5g}", color=_ALARM, **look)
-        axes.set_ylabel("largest magnitude")
-        _label_powers(axes.yaxis)
+    badness = {x.layer: math.inf if x.layer in is_inside else -x.headroom for x in rows}
+    with _layer_figure(badness, title, path) as (figure, axes, shown):
+        places = {name: i for i, name in enumerate(shown)}
+        for is_float32, color in ((False, _LINE), (True, _ALARM)):
+            found = [x for x in rows if x.layer in places]
+            found = [row for row in found if row.is_float32 == is_float32]
+            sizes = [limit - row.headroom for row in found]
+            label = f"computes in {'float32' if is_float32 else dtype}"
+            look: Any = {"color": color, "ms": 4, "label": label}
+            axes.plot(sizes, [places[row.layer] for row in found], "o", **look)
+        axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
+        axes.set_xlabel("largest magnitude")
+        _label_powers(axes.xaxis)
     return figure
 
 
 def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
     """Plot the share of an update that each layer loses, and of weights that are stuck.
 
-    In a model of more than 40 layers, layers close to one that loses more have no
-    label.
+    Of more than 40 layers, the 40 that lose most are drawn.
 
     Args:
         report (LostUpdates): The result of
@@ -267,15 +256,17 @@ def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
         >>> len(plot_lost_updates(report).axes)
         1
     """
-    found = {k: x for k, x in report.layers.items() if not math.isnan(x.lost)}
-    if not found:
+    badness = {k: x.lost for k, x in report.layers.items() if not math.isnan(x.lost)}
+    if not badness:
         raise ValueError(f"There is nothing to plot. {report.verdict}".strip())
-    badness = {name: x.lost for name, x in found.items()}
-    with _layer_figure(badness, report.verdict, path) as (figure, axes):
-        stuck = [x.stuck for x in found.values()]
-        axes.plot(stuck, "o", color=_BAR, ms=4, label="weights that do not move")
-        axes.plot(badness.values(), "o", color=_LINE, ms=4, label="lost update")
-        axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    with _layer_figure(badness, report.verdict, path) as (figure, axes, shown):
+        found = [report.layers[name] for name in shown]
+        lines, look = range(len(found)), {"marker": "o", "ms": 4, "ls": ""}
+        stuck = [x.stuck for x in found]
+        axes.plot(stuck, lines, color=_BAR, label="weights that do not move", **look)
+        lost = [x.lost for x in found]
+        axes.plot(lost, lines, color=_LINE, label="lost update", **look)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     return figure
 
 
@@ -307,25 +298,15 @@ def _new_figure(
 @contextmanager
 def _layer_figure(
     badness: dict[str, float], title: str, path: Output
-) -> Iterator[tuple[Figure, Any]]:
-    """Yield a figure with a place for each layer, and its axes.
-
-    Where labels would overlap, only the worst layer has one.
-    """
-    names = [*badness]
-    apart = math.ceil(len(names) / _MANY_LAYERS)
-    named: list[int] = []
-    for i in sorted(range(len(names)), key=lambda i: -badness[names[i]]):
-        if all(abs(i - other) >= apart for other in named):
-            named.append(i)
-    labels = [names[i] for i in named]
-    size = (9.0, 3.5 + 0.055 * max(map(len, labels)))
-    with _new_figure(1, size, path) as (figure, (axes,)):
-        yield figure, axes
+) -> Iterator[tuple[Figure, Any, list[str]]]:
+    """Yield a figure, axes with a row for each of the worst layers, and their names."""
+    worst = sorted(badness, key=lambda name: -badness[name])[:_MOST_LAYERS]
+    shown = [name for name in badness if name in worst]
+    with _new_figure(1, (8.0, 1.2 + 0.14 * len(shown)), path) as (figure, (axes,)):
+        yield figure, axes, shown
         axes.set_title(title, pad=20)
-        axes.set_xlim(-0.8, len(names) - 0.2)
-        axes.set_xticks(named, labels, rotation=90, fontsize=7)
-        axes.grid(False, axis="x")
+        axes.set_yticks(range(len(shown)), shown, fontsize=7)
+        axes.set_ylim(len(shown) - 0.5, -0.5)
         _add_legend(axes)
 
 

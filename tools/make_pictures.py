@@ -54,7 +54,7 @@ def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
 def draw_memory(path: Path) -> None:
     """Draw the memory that is kept, and the peak of a step with many layers."""
     page = (ROOT / "docs" / "performance.md").read_text().replace("`", "")
-    table = page.partition("## Memory")[2].partition("*Counted")[0]
+    table = page.partition("## Memory")[2].partition("\n\n*")[0]
     rows = re.findall(r"^\| (.*?) \| ([\d.]+) \|.* ([\d.]+) \|$", table, re.MULTILINE)
     names = [name.replace("half precision", "bfloat16") for name, _, _ in rows]
     kept, peak = ([float(row[i]) for row in rows] for i in (1, 2))

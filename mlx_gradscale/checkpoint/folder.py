@@ -36,7 +36,13 @@ import mlx.core as mx
 from ..core.ranks import Group
 from ..distributed import raise_together, share
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_write, discard, sync, temporary_folder
+from ..files.atomic import (
+    atomic_write,
+    discard,
+    remove_leftovers,
+    sync,
+    temporary_folder,
+)
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
@@ -198,6 +204,7 @@ def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
             f"{run} is a single checkpoint. Pass the folder of the run, {run.parent}."
         )
     run.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(run)  # a run has one writer at a time
     with temporary_folder(run) as folder:
         yield folder
         last = ["save-000000", *_list_names(run)][-1]

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..core.trees import CONTAINERS
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_folder
 from ..files.paths import check_file, read_json
@@ -20,7 +21,6 @@ from ..torch_checkpoint import CheckpointError, Tensor, plain_value, save, shape
 
 # Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
-CONTAINERS = (dict, list, tuple)
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"
@@ -73,9 +73,12 @@ def items(value: Any) -> Iterable[tuple[Any, Any]]:
 def match_type(value: Any, old: Any) -> Any:
     """Convert a new value to the type of the tensor, tuple or number it replaces."""
     if isinstance(old, Tensor):
-        array = mx.array(value).reshape(old.shape)
+        if not isinstance(value, mx.array):
+            value = mx.array(value).reshape(old.shape)
         # MLX supports float64 only on the CPU.
-        return old.replace(array.astype(getattr(mx, old.dtype), stream=mx.cpu))
+        value = value.astype(getattr(mx, old.dtype), stream=mx.cpu)
+        mx.eval(value)  # a lazy array would be tied to this thread
+        return old.replace(value)
     is_whole = type(old) is int and float(value).is_integer()
     is_kept = isinstance(old, (bool, float, tuple))
     return type(old)(value) if is_whole or is_kept else value
@@ -88,20 +91,20 @@ def read_source(path: str | os.PathLike[str]) -> Source:
     if not path.is_dir() or (path / ".metadata").is_file():
         return Source(_read_file(path))
     tree: dict[str, Any] = {}
-    others, wholes = sorted(os.listdir(path)), Counter[str]()
-    shards = [match for match in map(_SHARD.fullmatch, others) if match]
+    names, wholes = sorted(os.listdir(path)), Counter[str]()
+    shards = [match for match in map(_SHARD.fullmatch, names) if match]
     for shard in shards:
         whole = shard[1] + shard[4]
         wholes[whole] += 1
         tree.setdefault(whole, {}).update(_read_file(_inside(path / shard[0])))
-        others.remove(shard[0])
+        names.remove(shard[0])
     short = [x[0] for x in shards if wholes[x[1] + x[4]] != int(x[3])]
     if short:
         raise ConvertError(
             f"{path} does not contain exactly the shards that belong to {short[0]}. "
             "Add missing shards, and remove those of other checkpoints."
         )
-    for name in filter(_SECTION.fullmatch, others):
+    for name in filter(_SECTION.fullmatch, names):
         tree.setdefault(name, _read_file(_inside(path / name)))
     if not tree:
         raise ConvertError(
@@ -110,16 +113,19 @@ def read_source(path: str | os.PathLike[str]) -> Source:
             "instead. For DeepSpeed ZeRO, run zero_to_fp32.py on the folder and "
             "convert the weights that it writes."
         )
-    if TRAINER in others:
+    if TRAINER in names:
         tree[TRAINER] = read_json(_inside(path / TRAINER))
-    unused = [
-        n for n in others if n not in {*tree, *(f"{x}.index.json" for x in wholes)}
-    ]
-    copied = {name: path / name for name in unused if _is_plain(path / name)}
-    left = [name for name in unused if name not in copied]
+    read = {*tree, *(f"{whole}.index.json" for whole in wholes)}
+    others = {name: path / name for name in names if name not in read}
+    plain = {
+        name: file
+        for name, file in others.items()
+        if file.is_file() and not file.is_symlink() and not name.startswith(".")
+    }
+    left = list_some(sorted(others.keys() - plain.keys()))
     note = "These files or folders were left out, because only regular files that are "
-    note += f"not hidden are copied: {list_some(left)}."
-    return Source(dict(sorted(tree.items())), copied, [note] if left else [])
+    note += f"not hidden are copied: {left}."
+    return Source(dict(sorted(tree.items())), plain, [note] if left else [])
 
 
 def _read_file(path: Path) -> Any:
@@ -129,11 +135,6 @@ def _read_file(path: Path) -> Any:
         return shapes(path)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _is_plain(file: Path) -> bool:
-    is_shown = file.name.isprintable() and not file.name.startswith(".")
-    return is_shown and file.is_file() and not file.is_symlink()
 
 
 def _inside(path: Path) -> Path:

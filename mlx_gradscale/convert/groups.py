@@ -32,16 +32,12 @@ class Group:
     settings: dict[str, Any]
     slots: dict[Index, Slots]  # each parameter's state; empty if it has none yet
     kind: str  # a key of OPTIMIZERS
+    spec: OptimizerSpec
     rows: dict[Index, Row] = field(default_factory=dict)  # parameters that MLX has
     step: int = 0  # in the PyTorch checkpoint
     # The prefix of the group's MLX state: "states.<i>." in a MultiOptimizer, and empty
     # if one MLX optimizer covers all groups.
     prefix: str = ""
-
-    @property
-    def spec(self) -> OptimizerSpec:
-        """The ``OPTIMIZERS`` entry for ``kind``."""
-        return OPTIMIZERS[self.kind]
 
     def lacks_state(self, index: Index) -> bool:
         """Return whether the checkpoint lacks any of a parameter's moments."""
@@ -55,24 +51,26 @@ class Group:
             raise ValueError(f"the moments of parameter {index} differ in shape")
         return shapes[0] if shapes else None
 
-    def moments(self, index: Index) -> Iterator[Row]:
-        """Yield the rows that map a parameter's slots to the flat MLX state."""
-        for slot, ours in self.spec.slots.items():
-            names = [f"{self.prefix}{name}.{ours}" for name in self.rows[index].mlx]
-            yield replace(self.rows[index], torch=slot, mlx=tuple(names))
+    def moments(self) -> Iterator[tuple[Index, Row]]:
+        """Yield the rows that map the parameters' slots to the flat MLX state."""
+        for index, row in self.rows.items():
+            for slot, ours in self.spec.slots.items():
+                names = tuple(f"{self.prefix}{name}.{ours}" for name in row.mlx)
+                yield index, replace(row, torch=slot, mlx=names)
 
     def write(self) -> None:
         """Write the settings, and slots that are new, into the state dict."""
-        flat, states = is_flat(self.held), self.held.get("state", {})
+        states = self.held.setdefault("state", {}) if not is_flat(self.held) else None
+        own = {key: x for key, x in self.settings.items() if key != "params"}
         for index, slots in self.slots.items():
-            if flat:
-                own = {k: x for k, x in self.settings.items() if k != "params"}
-                for start, values in (("state", slots), ("param_groups", own)):
-                    self.held |= {f"{start}.{index}.{k}": x for k, x in values.items()}
+            if states is None:
+                parts = ("state", slots), ("param_groups", own)
+                self.held |= {
+                    f"{p}.{index}.{k}": x for p, v in parts for k, x in v.items()
+                }
             elif slots:
                 key = type(next(iter(states), index))(index)  # a number or a string
                 states[key] = slots
-                self.held["state"] = states
 
 
 def read_groups(held: dict[Any, Any]) -> list[Group]:
@@ -84,7 +82,8 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     by_text = {str(index): slots for index, slots in states.items()}
     every = [{i: by_text.get(str(i)) or {} for i in x["params"]} for x in groups]
     pairs = zip(groups, every, strict=True)
-    return [Group(held, group, slots, kind) for group, slots in pairs]
+    spec = OPTIMIZERS[kind]
+    return [Group(held, group, slots, kind, spec) for group, slots in pairs]
 
 
 def _nest(held: dict[str, Any]) -> dict[str, Any]:
@@ -117,39 +116,45 @@ def find_names(
     tensors, if it is PyTorch's (``is_ordered``), and from shapes. Where several names
     are possible, an error asks for them.
     """
-    indices = [index for group in groups for index in group.slots]
     # The group and the shape of each parameter.
     places = [(at, x.shape(i)) for at, x in enumerate(groups) for i in x.slots]
-    given: Collection[str] | None = options.names
+    given = _saved_names(groups) if options.names is None else options.names
     if given is None:
-        saved: list[str] | None
-        saved = [x for group in groups for x in group.settings.get("param_names", ())]
-        # FullyShardedDataParallel and torch.distributed use names as indices.
-        is_named = indices and all(isinstance(x, str) for x in indices)
-        saved = saved if len(saved) == len(indices) else None
-        given = [*map(str, indices)] if is_named else saved
-    if given is None:
-        # Each tied tensor counts once. Integers are buffers.
-        unique: dict[int, str] = {}
-        for name, x in tensors.items():
-            if name.rpartition(".")[2] not in _BUFFERS and "float" in str(x.dtype):
-                unique.setdefault(id(x), rows[name].torch if name in rows else name)
-        names = [*unique.values()]
+        names = _list_parameters(tensors, rows)
     else:
-        names, is_ordered = _match(given, tensors, rows, options, len(indices)), True
+        names, is_ordered = _match(given, tensors, rows, options, len(places)), True
     shapes = [tuple(tensors[name].shape) for name in names]
     is_known = given is not None or (is_ordered and len(groups) == 1)
-    is_fit = len(shapes) == len(places) and all(
+    is_match = len(shapes) == len(places) and all(
         x in (None, shape) for (_, x), shape in zip(places, shapes, strict=True)
     )
-    if not is_known or not is_fit:
+    if not is_known or not is_match:
         # Transformers' Trainer splits the parameters into groups by weight decay.
         names = [names[at] for at in _deal(shapes, places, is_ordered)]
     elif options.names and len({*places}) > len({shape for _, shape in places}):
         return names, [GIVEN_IN_ORDER]
-    has_moments = any(shape for _, shape in places)
-    is_doubtful = given is None and has_moments
+    is_doubtful = given is None and any(shape for _, shape in places)
     return names, _describe_doubt(names, tensors, places) if is_doubtful else []
+
+
+def _saved_names(groups: Sequence[Group]) -> list[str] | None:
+    """Return the names of the parameters that the optimizer saved, if it did."""
+    indices = [index for group in groups for index in group.slots]
+    # FullyShardedDataParallel and torch.distributed use names as indices.
+    if indices and all(isinstance(index, str) for index in indices):
+        return [*map(str, indices)]
+    names = [x for group in groups for x in group.settings.get("param_names", ())]
+    return names if len(names) == len(indices) else None
+
+
+def _list_parameters(tensors: Mapping[str, Any], rows: Mapping[str, Row]) -> list[str]:
+    """Return the names of a state dict's parameters in its order."""
+    unique: dict[int, str] = {}  # each tied tensor counts once
+    for name, x in tensors.items():
+        # Integers are buffers.
+        if name.rpartition(".")[2] not in _BUFFERS and "float" in str(x.dtype):
+            unique.setdefault(id(x), rows[name].torch if name in rows else name)
+    return [*unique.values()]
 
 
 def _match(

@@ -71,15 +71,6 @@ def explain_shape(
     )
 
 
-def describe_square(square: Sequence[str]) -> str:
-    """Return a note on square weights beside weights that are transposed."""
-    return (
-        "Some weights are transposed, but these square ones are not: "
-        f"{list_some(square)}. If PyTorch stores them as (in, out) too, pass "
-        f"{_transposed(square)}; otherwise, pass =same."
-    )
-
-
 def _transposed(names: Iterable[str]) -> str:
     """Return the option that transposes weights, with one pattern for all blocks."""
     patterns = [re.sub(r"(?<![^.])\d+(?=\.)", "*", name[:100]) for name in names]

@@ -30,8 +30,7 @@ AXES: dict[str, tuple[int, Callable[[int], Shape]]] = {
     # (in, out, *kernel) <-> (out, *kernel, in)
     "conv_transpose": (3, lambda n: (*range(1, n), 0)),
 }
-# nn.MultiheadAttention's in_proj: query, key and value fused in one tensor.
-FUSED = "split_qkv"
+# What nn.MultiheadAttention fuses into one tensor, in_proj.
 _FUSED_PARTS = ("query_proj", "key_proj", "value_proj")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -51,18 +50,25 @@ class Row:
         """Convert a PyTorch weight or moment to MLX arrays."""
         if tensor.dtype == mx.float64:  # supported only on the CPU
             tensor = tensor.astype(mx.float32, stream=mx.cpu)
-        if self.layout == FUSED:
-            return dict(zip(self.mlx, mx.split(tensor, 3), strict=True))
-        axes = AXES[self.layout][1](tensor.ndim)
-        return {self.mlx[0]: mx.transpose(tensor, axes)}
+        moved = mx.transpose(tensor, AXES[self.layout][1](tensor.ndim))
+        parts = mx.split(moved, len(self.mlx)) if len(self.mlx) > 1 else [moved]
+        return dict(zip(self.mlx, parts, strict=True))
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """Convert MLX weights or moments to the PyTorch tensor."""
-        held = [arrays[name] for name in self.mlx]
-        if self.layout == FUSED:
-            return mx.concatenate(held)
-        axes = AXES[self.layout][1](held[0].ndim)
-        return mx.transpose(held[0], np.argsort(axes).tolist())
+        parts = [arrays[name] for name in self.mlx]
+        moved = mx.concatenate(parts) if len(parts) > 1 else parts[0]
+        axes = AXES[self.layout][1](moved.ndim)
+        return mx.transpose(moved, np.argsort(axes).tolist())
+
+    def mlx_shapes(self, shape: Shape) -> list[Shape]:
+        """Return the MLX shapes, or the PyTorch shape if the layout does not apply."""
+        least, get_axes = AXES[self.layout]
+        axes = get_axes(len(shape)) if len(shape) >= least else range(len(shape))
+        count, moved = len(self.mlx), [shape[axis] for axis in axes]
+        if count > 1 and moved and moved[0] % count == 0:
+            moved[0] //= count
+        return [tuple(moved)] * count
 
     def write(
         self,
@@ -82,15 +88,6 @@ class Row:
             same = old.read().astype(new.dtype, stream=mx.cpu)
         if same is None or not mx.array_equal(same, new, equal_nan=True).item():
             held[name] = match_type(new, like if old is None else old)
-
-    def mlx_shapes(self, shape: Shape) -> list[Shape]:
-        """Return the MLX shapes, or the PyTorch shape if the layout does not apply."""
-        if self.layout == FUSED:
-            is_fused = shape and shape[0] % 3 == 0
-            return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]
-        least, get_axes = AXES[self.layout]
-        axes = get_axes(len(shape)) if len(shape) >= least else range(len(shape))
-        return [tuple(shape[axis] for axis in axes)]
 
 
 def known_rows(model: nn.Module) -> dict[str, Row]:
@@ -116,7 +113,6 @@ def known_rows(model: nn.Module) -> dict[str, Row]:
                 Row(
                     f"{prefix}in_proj_{leaf}",
                     tuple(f"{prefix}{part}.{leaf}" for part in _FUSED_PARTS),
-                    FUSED,
                 )
                 for leaf in ("weight", "bias")
                 if all(leaf in module[part] for part in _FUSED_PARTS)

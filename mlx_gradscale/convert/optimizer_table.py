@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.optimizers as optim
 
+from ..core.trees import CONTAINERS
 from ..files.text import list_some
-from .files import CONTAINERS, ConvertError, number
+from .files import ConvertError, number
 
 Settings = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint
 from ..files.text import list_some
 from ..torch_checkpoint import Tensor
 from .files import ConvertError, match_type, number
-from .groups import Group, Index
+from .groups import Group
 from .layouts import Row
 from .optimizer_table import (
     DECOUPLED,
@@ -164,8 +164,7 @@ def to_torch(
                     "needs the next one. Restore the checkpoint in MLX with the "
                     "schedule, and save it again."
                 ] = "learning_rate"
-        for index, row in group.rows.items():
-            _write_slots(group, index, tensors[row.torch], run.optimizer, int(step))
+        _write_slots(group, tensors, run.optimizer, int(step))
         _write_settings(group, used["values"], rate)
         group.write()
     notes = check_differences(found, accept)
@@ -178,19 +177,21 @@ def to_torch(
 
 
 def _write_slots(
-    group: Group, index: Index, like: Any, flat: Mapping[str, mx.array], step: int
+    group: Group, tensors: Mapping[str, Any], flat: Mapping[str, mx.array], step: int
 ) -> None:
-    """Write a parameter's moments and step; new ones have its type, ``like``."""
-    slots = group.slots[index]
-    for row in group.moments(index):
-        if row.mlx[0] not in flat:
-            return  # frozen in MLX
-        row.write(slots, row.torch, flat, like)
-    if group.spec.has_step and not group.lacks_state(index):
-        # A number or an array, depending on PyTorch's version.
-        every = (x.get("step") for x in (slots, *group.slots.values()))
-        old = next((x for x in every if x is not None), Tensor.of(mx.array(0.0)))
-        slots["step"] = match_type(step, old)
+    """Write the moments and steps of the parameters that are not frozen in MLX."""
+    trained = set()
+    for index, row in group.moments():
+        if row.mlx[0] in flat:
+            like = tensors[group.rows[index].torch]
+            row.write(group.slots[index], row.torch, flat, like)
+            trained.add(index)
+    # PyTorch's version decides whether a step count is a number or an array.
+    old = [x["step"] for x in group.slots.values() if x.get("step") is not None]
+    like = old[0] if old else Tensor.of(mx.array(0.0))
+    for index in trained if group.spec.has_step else ():
+        if not group.lacks_state(index):
+            group.slots[index]["step"] = match_type(step, like)
 
 
 def _write_settings(group: Group, used: Mapping[str, Any], rate: float) -> None:

@@ -124,10 +124,7 @@ def make_table(
     lost = [name for name in lost if name not in rows]
     _check_names(rows, lost, known, is_partial=is_adapter(shapes))
     unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
-    notes = hints.describe_model(model, rows, unused)
-    if square and "transpose" in given.values():
-        notes.append(hints.describe_square(square))
-    return Table(rows, notes, change_model)
+    return Table(rows, hints.describe_model(model, rows, unused), change_model)
 
 
 def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> Row:

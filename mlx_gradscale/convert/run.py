@@ -18,7 +18,7 @@ from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.scaler import GradScaler
 from ..core.state import decode
-from ..core.trees import restore, snapshot
+from ..core.trees import get_at, restore, snapshot
 from ..files.text import list_some
 from ..torch_checkpoint import Tensor, read_all, replace_tensors
 from .files import (
@@ -34,7 +34,7 @@ from .groups import Group, find_names, read_groups
 from .layouts import Row
 from .optimizers import Rate, build, check_groups, plan_groups, rebuild, to_torch
 from .rows import Options, Table, is_adapter, make_table
-from .sections import Sections, find_sections, get, list_others
+from .sections import Sections, find_sections, list_others
 
 # What reading a value of the wrong type raises.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -71,11 +71,13 @@ class Plan:
     names: list[str] = field(default_factory=list)  # of the parameters in all groups
     scaler: GradScaler | None = None
     notes: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # paths of entries to copy
 
     @property
     def tensors(self) -> dict[str, Any]:
         """The model's state dict."""
-        return get(self.source.tree, self.sections.model)  # type: ignore[no-any-return]
+        tensors: dict[str, Any] = get_at(self.source.tree, self.sections.model)
+        return tensors
 
 
 def make_plan(
@@ -87,7 +89,7 @@ def make_plan(
     """Find out how a checkpoint maps to a model, or to the given rows."""
     tree = source.tree
     sections = find_sections(tree, options.keys)
-    held = get(tree, sections.model)
+    held = get_at(tree, sections.model)
     tensors = {name: x for name, x in held.items() if isinstance(x, Tensor)}
     if rows is not None:
         table = Table(dict(rows))
@@ -101,7 +103,7 @@ def make_plan(
     plan = Plan(source, sections, table, notes=source.notes + table.notes)
     with _damage_is_an_error():
         for path in sections.optimizers:
-            plan.groups += read_groups(get(tree, path))
+            plan.groups += read_groups(get_at(tree, path))
         if plan.groups:
             # A safetensors file does not preserve PyTorch's order of tensors.
             is_ordered = not str((*sections.model, "")[0]).endswith(".safetensors")
@@ -112,12 +114,12 @@ def make_plan(
             plan_groups(plan.groups, plan.names, table.rows, step)
             plan.notes += check_groups(plan.groups, options.accept) + doubts
         if sections.scaler is not None:
-            plan.scaler, state = GradScaler(), get(tree, sections.scaler)
+            plan.scaler, state = GradScaler(), get_at(tree, sections.scaler)
             plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
-    others = [*list_others(tree, sections)]
-    if others:
+    plan.others += list_others(tree, sections)
+    if plan.others:
         plan.notes.append(
-            f"These entries are not converted: {list_some(others, 12)}. They are "
+            f"These entries are not converted: {list_some(plan.others, 12)}. They are "
             "copied from the original on the way back. If one is a schedule, pass an "
             "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
         )
@@ -246,7 +248,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
     rows = [row for name, row in plan.table.rows.items() if name == row.torch]
     tensors = [plan.tensors[row.torch] for row in rows]
     for group in plan.groups:
-        for index, row in [(i, row) for i in group.rows for row in group.moments(i)]:
+        for index, row in group.moments():
             if group.slots[index].get(row.torch) is not None:
                 rows.append(row)
                 tensors.append(group.slots[index][row.torch])
@@ -274,24 +276,33 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
         flat = tree_flatten(inner.state)
         inner.state = tree_unflatten([(k, arrays.get(k, x)) for k, x in flat])
     if isinstance(optimizer, MasterWeightOptimizer):
-        # The weights are cast to the model's dtypes, and are the master weights.
-        masters = tree_map(to_float32, model.trainable_parameters())
-        cast = {name: x.astype(dtypes[name]) for name, x in weights.items()}
-        finite = {
-            name: mx.isfinite(x) == mx.isfinite(weights[name])
-            for name, x in cast.items()
-        }
-        infinite = [name for name, x in finite.items() if not mx.all(x).item()]
-        if infinite:
-            raise ConvertError(
-                f"These weights overflow in the model's dtype: {list_some(infinite)}. "
-                "Keep their layers in float32."
-            )
-        model.load_weights([*cast.items()], strict=False)
-        optimizer.init(model.trainable_parameters())
-        optimizer.set_masters(model.trainable_parameters(), masters)
+        _round_weights(model, weights, dtypes, optimizer)
     # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
+
+
+def _round_weights(
+    model: nn.Module,
+    weights: Mapping[str, mx.array],
+    dtypes: Mapping[str, mx.Dtype],
+    optimizer: MasterWeightOptimizer,
+) -> None:
+    """Cast a model's weights, and make the unrounded ones its master weights."""
+    masters = tree_map(to_float32, model.trainable_parameters())
+    cast = {name: x.astype(dtypes[name]) for name, x in weights.items()}
+    infinite = [
+        name
+        for name, x in cast.items()
+        if mx.any(mx.isfinite(x) != mx.isfinite(weights[name])).item()
+    ]
+    if infinite:
+        raise ConvertError(
+            f"These weights overflow in the model's dtype: {list_some(infinite)}. Keep "
+            "their layers in float32."
+        )
+    model.load_weights([*cast.items()], strict=False)
+    optimizer.init(model.trainable_parameters())
+    optimizer.set_masters(model.trainable_parameters(), masters)
 
 
 def build_optimizer(
@@ -433,7 +444,6 @@ def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     """Replace a checkpoint's values by those of a run, and return notes."""
     source, sections = plan.source, plan.sections
-    others = [*list_others(source.tree, sections)]
     settings, notes = run.description["settings"], []
     old = new = 0  # steps
     _fill_model(plan, run.weights)
@@ -453,15 +463,15 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
         new = max(int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups)
     elif plan.groups:
         for path in reversed(sections.optimizers):
-            del get(source.tree, path[:-1])[path[-1]]
+            del get_at(source.tree, path[:-1])[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     if run.scaler and sections.scaler is not None:
-        get(source.tree, sections.scaler).update(run.scaler)
+        get_at(source.tree, sections.scaler).update(run.scaler)
     moved = _move_trainer(source, old, new)
     if moved:
         changes = ", ".join(moved.values())
         notes.append(f"Changed to match the optimizer's step: {changes}.")
-    stale = [name for name in others if name not in moved]
+    stale = [name for name in plan.others if name not in moved]
     # These files hold random states and data positions.
     stale += [n for n in source.others or () if n.endswith((".pkl", ".pth"))]
     if stale and old != new:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.scale import TORCH_KEYS
+from ..core.trees import CONTAINERS, get_at
 from ..files.text import list_some
 from ..torch_checkpoint import Placeholder, Tensor
-from .files import CONTAINERS, ConvertError, items
+from .files import ConvertError, items
 
 Path = tuple[Any, ...]
 SECTIONS = ("model", "optimizer", "scaler")
@@ -188,13 +189,6 @@ def _explain_missing_model(tree: Any) -> str:
     )
 
 
-def get(tree: Any, path: Path) -> Any:
-    """Return the value at a path."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def show(path: Path) -> str:
     """Return a path as users write it: ``optimizer_states/0``."""
     return "/".join(str(key)[:80] for key in path)
@@ -204,12 +198,12 @@ def list_others(tree: Any, sections: Sections) -> Iterator[str]:
     """Yield the paths of the entries beside the model, optimizers and scaler."""
     paths = [sections.model, *sections.optimizers]
     paths += [] if sections.scaler is None else [sections.scaler]
-    used = {id(get(tree, path)) for path in paths}
+    used = {id(get_at(tree, path)) for path in paths}
     outer = {path[:i]: None for path in paths for i in range(len(path))}
     outer |= dict.fromkeys(sections.optimizers)
     outer |= {} if sections.model else {(): None}  # tensors mixed with other entries
     for path in outer:
-        value = get(tree, path)
+        value = get_at(tree, path)
         is_optimizer = path in sections.optimizers
         own = ("state", "param_groups") if is_optimizer else ()
         for key, x in () if is_flat(value) else items(value):

@@ -1,9 +1,9 @@
 """The training core: loss scaling, skipped steps and master weights.
 
 Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
-``eight_bit``, ``storage``, ``finite``, ``intercept``, ``forward``, ``gradients`` (and
-the loss), ``optimizers``, ``ranks``, ``guard`` (a step), ``scaler``, ``state``,
-``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of
+``sixteen_bit``, ``eight_bit``, ``storage``, ``finite``, ``intercept``, ``forward``,
+``gradients`` (and the loss), ``optimizers``, ``ranks``, ``guard`` (a step), ``scaler``,
+``state``, ``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of
 the package.
 One step, for every kind of optimizer, is ``GradScaler._plan`` and a commit: match
 gradients to parameters, inspect them, update each parameter, advance the scale, commit.

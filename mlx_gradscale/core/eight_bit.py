@@ -41,10 +41,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-from mlx.optimizers import Adam, AdamW, Optimizer
+from mlx.optimizers import SGD, AdaDelta, Adam, AdamW, Optimizer
 
 from . import fusion
-from .masters import HALF, Dither, Joined, Moments, Result, Stored, is_own, to_float32
+from .masters import (
+    HALF,
+    Dither,
+    Encoded,
+    Joined,
+    Moments,
+    Result,
+    Stored,
+    is_own,
+    to_float32,
+)
 from .sixteen_bit import SixteenBit, spread
 
 # The optimizers whose moments have codes. A subclass may use them in another way.
@@ -62,26 +72,44 @@ class EightBit(SixteenBit):
     def split(self, master: mx.array, weight: mx.array) -> Stored:
         """Store the rounding error of a weight, rounded to the nearest code."""
         error = mx.nan_to_num(master.astype(mx.float32) - to_float32(weight), 0, 0, 0)
-        return {"remainders": _steps(error, weight, 0.5)}
+        _, unit = ulp(weight)
+        return {"remainders": _remainder_of(error / _nonzero(unit), 0.5)}
 
     def join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
         """Return a master weight from its weight and the stored remainder."""
         value = to_float32(weight)
         if not stored or weight.dtype not in HALF:
             return Joined(value)
-        r = stored["remainders"].astype(mx.float32) / _T / _T
-        return Joined(value + r * ulp(weight))
+        above, unit = ulp(weight)
+        error = stored["remainders"].astype(mx.float32) / _T / _T * unit
+        return Joined(value + error, (above, error))
 
     def select(
         self, applied: mx.array, result: Result, dither: Dither
     ) -> tuple[mx.array, Stored]:
         """Select a weight, with the remainder of its master weight if it has one."""
+        new, weight = result.new, result.parameter
+        # In the order of the computation: the codes of m, which is the first of the two
+        # moments, depend on v.
+        others = [result.gradient, *reversed(result.decoded), *result.encoding]
+        others += reversed(result.moments)
         if not result.stored:
-            return super().select(applied, result, dither)
-        parameter = result.parameter
-        rounded, remainder = round_master(result.new, parameter, dither[0])
+            new = new.astype(weight.dtype)
+            return fusion.select_in_tree(applied, new, weight, others), {}
+        old = weight
+        if _fits_one_kernel(result.optimizer, weight):
+            # Only the end of the step reads the master weight. With these arrays first
+            # instead of last, AdamW would be 12 kernels.
+            others += result.old.intermediate
+        else:
+            others = [*result.old.intermediate, *others]
+            new = fusion.select_in_tree(applied, new, to_float32(weight), others)
+            new, old = fusion.end_kernel(new), fusion.separate(weight)
+            others = [*ulp(old)]
+        rounded, remainder, rounding = round_master(new, old, dither[0])
         remainder = mx.where(applied, remainder, result.stored["remainders"])
-        weight = fusion.select(applied, rounded, parameter, result.moments)
+        others += [*rounding, remainder]
+        weight = fusion.select_in_tree(applied, rounded, weight, others)
         return weight, {"remainders": remainder}
 
     def dither(self, count: mx.array) -> Dither:
@@ -102,12 +130,12 @@ class EightBit(SixteenBit):
         shape: tuple[int, ...],
         moments: Moments,
         dither: Dither = (),
-    ) -> Moments:
+    ) -> Encoded:
         """Return codes for the moments of Adam, and others in bfloat16."""
         if type(optimizer) not in _CODED:
             return super().encode(optimizer, shape, moments, dither[2:])
         if not is_own(moments["m"], shape):
-            return moments
+            return Encoded(moments)
         eps = optimizer.eps  # type: ignore[attr-defined]
         if not eps >= _LEAST_EPS:
             raise ValueError(
@@ -117,44 +145,75 @@ class EightBit(SixteenBit):
         return encode(moments, eps, *dither[:2])
 
 
+def _fits_one_kernel(optimizer: Optimizer, weight: mx.array) -> bool:
+    """Return whether a step has at most 24 arrays, with its constants.
+
+    Otherwise, it is one kernel for the moments and the new master weight, and one that
+    rounds it, which moves 11 more bytes per parameter.
+    """
+    # The ulp of a float16 weight takes three more constants, and bias correction two.
+    # With weight decay, the gradient of SGD depends on the master weight.
+    is_corrected = getattr(optimizer, "bias_correction", False)
+    is_larger = is_corrected or type(optimizer) in (SGD, AdaDelta)
+    return weight.dtype == mx.bfloat16 and not is_larger
+
+
 def round_master(
     master: mx.array, old: mx.array, a: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Return the dithered weight and remainder of a master; ``old`` is the weight."""
-    d = master + a * ulp(old) / _T / _T
+) -> tuple[mx.array, mx.array, tuple[mx.array, ...]]:
+    """Return the dithered weight and remainder of a master; ``old`` is the weight.
+
+    The third result is for :mod:`~mlx_gradscale.core.fusion`.
+    """
+    _, unit = ulp(old)
+    d = master + a * unit / _T / _T
     weight = d.astype(old.dtype)
-    return weight, _steps(d - to_float32(weight), weight, 0.0)
+    above, unit = ulp(weight)
+    error = (d - to_float32(weight)) / _nonzero(unit)
+    return weight, _remainder_of(error), (d, above, error)
 
 
-def _steps(error: mx.array, weight: mx.array, offset: float) -> mx.array:
-    """Return the remainder that stands for the rounding error of a weight."""
-    # The ulp of a bfloat16 zero is zero, and so is the error.
-    unit = mx.maximum(ulp(weight), 2.0**-126)
-    return mx.floor(error / unit * _T * _T + offset).astype(mx.int8)
+def _remainder_of(error: mx.array, offset: float = 0.0) -> mx.array:
+    """Return the remainder that stands for an error in ulps."""
+    steps = error * _T * _T
+    return mx.floor(steps + offset if offset else steps).astype(mx.int8)
 
 
-def ulp(weight: mx.array) -> mx.array:
-    """Return one ulp of each half-precision weight."""
-    value = mx.abs(weight.astype(mx.float32))
-    # The next weight: 0.5 to 1.02 ulps above the value, which rounds up. Extracting the
-    # exponent bits would take three kernels.
-    share = 252 if weight.dtype == mx.bfloat16 else 8 * 252
-    above = (value + value / share).astype(weight.dtype).astype(mx.float32)
-    if weight.dtype == mx.bfloat16:
-        return above - value
-    # Subnormal weights are evenly spaced, and there is no weight above 65504.
-    return mx.clip(above - value, 2.0**-24, 32.0)
+def _nonzero(unit: mx.array) -> mx.array:
+    # The ulp of a bfloat16 zero is zero, and so is its rounding error.
+    return mx.maximum(unit, 2.0**-126)
 
 
-def encode(moments: Moments, eps: float, a: Any = 0.5, b: Any = 0.5) -> Stored:
+def ulp(weight: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the next value from each half-precision weight, and the distance to it.
+
+    The first one is for :mod:`~mlx_gradscale.core.fusion`, too.
+    """
+    value = weight.astype(mx.float32)
+    # The sum is 0.5 to 1.02 ulps further from zero, so it rounds to the next weight.
+    # Extracting the exponent bits would take three kernels. T is no further constant.
+    part = value / _T / _T
+    if weight.dtype == mx.float16:
+        part = part / 8
+    above = (value + part).astype(weight.dtype).astype(mx.float32)
+    unit = mx.abs(above - value)
+    if weight.dtype == mx.float16:
+        # Subnormal weights are evenly spaced, and there is no weight above 65504.
+        unit = mx.clip(unit, 2.0**-24, 32.0)
+    return above, unit
+
+
+def encode(moments: Moments, eps: float, a: Any = 0.5, b: Any = 0.5) -> Encoded:
     """Return the codes of Adam's moments; by default, the nearest ones."""
-    root = mx.sqrt(moments["v"])
-    x = mx.log1p(mx.sqrt(root / eps))
-    y = mx.clip(moments["m"] / (root + eps), -_T, _T)
-    return {
-        "m": mx.floor(mx.arcsinh(y * _T) * _T + a).astype(mx.int8),
-        "v": mx.floor(mx.minimum(x, _T) * _T + b).astype(mx.uint8),
+    m, root = moments["m"], mx.sqrt(moments["v"])
+    x = mx.sqrt(root / eps)
+    # m / (root + eps), but at most T.
+    y = mx.arcsinh(m / mx.maximum(root + eps, mx.abs(m) / _T) * _T)
+    codes = {
+        "m": mx.floor(y * _T + a).astype(mx.int8),
+        "v": (mx.minimum(mx.log1p(x), _T) * _T + b).astype(mx.uint8),
     }
+    return Encoded(codes, (m, x, y))
 
 
 def decode(codes: Moments, eps: float) -> Stored:

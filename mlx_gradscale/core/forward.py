@@ -1,7 +1,7 @@
 """Cast a model for the forward pass, and restore it afterwards."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -20,6 +20,40 @@ from .trees import Writes, commit, is_floating, walk
 # The compute_dtype of the running forward pass. A float32 layer that sees only integers
 # and its own float32 parameters, such as an embedding, casts its outputs to this dtype.
 compute_dtype: ContextVar[mx.Dtype | None] = ContextVar("compute_dtype", default=None)
+
+
+class Alias(mx.array):
+    """An array with a source that is not None until the array is changed in place."""
+
+    source: Any = None
+
+
+def alias_of(x: mx.array, source: Any) -> Alias:
+    """Return a new array object with the same values."""
+    alias = Alias(x)
+    alias.source = source
+    return alias
+
+
+def _forget_source(method: str) -> None:
+    function = getattr(mx.array, method)
+
+    def forget(self: Alias, *args: Any, **kwargs: Any) -> Any:
+        self.source = None
+        return function(self, *args, **kwargs)
+
+    setattr(Alias, method, forget)
+
+
+# Methods that change the array, or expose its memory. Before Python 3.12, a class
+# cannot see that its buffer is exported, so writes through a NumPy view stay unseen.
+for _method in (
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
+    *("__irshift__", "__setitem__", "__dlpack__", "__buffer__"),
+):
+    if hasattr(mx.array, _method):
+        _forget_source(_method)
 
 
 class Casting(NamedTuple):
@@ -105,16 +139,18 @@ def forward_pass(
     parameters: list[mx.array],
     casting: Casting,
     store: Callable[[mx.array], mx.array] = lambda new: new,
-) -> Iterator[Callable[[Iterable[mx.array]], None]]:
-    """Cast what enters the models, and afterwards restore their trained parameters.
+) -> Iterator[Callable[[], None]]:
+    """Cast what enters the models, and restore what the forward pass has not changed.
 
-    Yields a function to call at the end of the forward pass, with the arrays that stand
-    in for parameters. Buffers that became non-finite are restored, because BatchNorm's
-    running statistics would otherwise stay inf or NaN. What the backward pass changes,
-    where ``mx.checkpoint`` computes a layer again, is restored too. ``store`` maps each
-    array that the forward pass has stored in a model.
+    The caller puts aliases of ``parameters`` into the models, and calls the function
+    that this yields at the end of the forward pass. An alias that is still in a model
+    is restored to its source. What a layer has assigned or changed in place stays, as
+    in MLX, after ``store`` has mapped it; but with a compute dtype, parameters are
+    always restored. Buffers that became non-finite are restored, because BatchNorm's
+    running statistics would otherwise stay inf or NaN. So is what the backward pass
+    changes, where ``mx.checkpoint`` computes a layer again.
     """
-    places = _places(models)
+    before = _places(models)
     trained = set(map(id, parameters))
     is_cast = casting.compute_dtype is not None
     entrance = Entrance(casting)
@@ -122,29 +158,38 @@ def forward_pass(
     if is_cast and casting.cast_inputs:
         modules = chain.from_iterable(map(nn.Module.modules, models))
         watched = list(zip(modules, repeat(entrance), strict=False))
-    restored = list(places.values())
+    restored = list(before.values())
 
-    def end_forward(stand_ins: Iterable[mx.array]) -> None:
+    def end_forward() -> None:
         nonlocal restored
         entrance.is_backward = True
-        ids = set(map(id, stand_ins))
         restored = []
         for place, (container, key, new) in _places(models).items():
-            old = places[place][2] if place in places else None
-            if new is not old:
-                if old is not None and id(old) in trained:
-                    new = old if is_cast or id(new) in ids else store(new)
-                else:
-                    new = store(_finite_or_old(new, old))
+            old = before[place][2] if place in before else None
+            source = new.source if isinstance(new, Alias) else None
+            if source is not None:
+                new = source
+            elif is_cast and id(old) in trained:
+                new = old
+            elif new is not old:
+                if old is not None and id(old) not in trained:
+                    new = _finite_or_old(new, old)
+                new = store(new)
             restored.append((container, key, new))
         commit(restored)
 
     token = compute_dtype.set(casting.compute_dtype)
     try:
+        for container, key, x in before.values():
+            if id(x) not in trained:
+                container[key] = alias_of(x, x)
         with watch(watched) if watched else nullcontext():
             yield end_forward
     except BaseException:
-        restored = list(places.values())
+        for place, (container, key, _) in _places(models).items():
+            if place not in before and isinstance(container, dict):
+                del container[key]
+        restored = list(before.values())
         raise
     finally:
         compute_dtype.reset(token)
@@ -161,8 +206,8 @@ def _places(tree: Any) -> dict[tuple[int, Any], tuple[Any, Any, Any]]:
     return places
 
 
-def _finite_or_old(new: mx.array, old: mx.array | None) -> mx.array:
-    if old is None or old.shape != new.shape or not is_floating(new):
+def _finite_or_old(new: mx.array, old: mx.array) -> mx.array:
+    if old.shape != new.shape or not is_floating(new):
         return new
     return mx.where(all_finite([new]), new, old.astype(new.dtype))
 

@@ -20,39 +20,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from .forward import Casting, forward_pass, is_opaque, rebuild
+from .forward import Alias, Casting, alias_of, forward_pass, is_opaque, rebuild
 from .fusion import each_use
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
 from .trees import commit, is_floating, leaves, slots, tree_like
 
 
-class LazyGradient(mx.array):
-    """An unscaled gradient that refers to the scaled one until it may have changed."""
+class LazyGradient(Alias):
+    """An unscaled gradient that refers to the scaled one until it may have changed.
 
-    # The scaled gradient and the reciprocal of the scale.
-    source: tuple[mx.array, mx.array] | None = None
-
-
-def _forget_source(method: str) -> None:
-    function = getattr(mx.array, method)
-
-    def forget(self: LazyGradient, *args: Any, **kwargs: Any) -> Any:
-        self.source = None
-        return function(self, *args, **kwargs)
-
-    setattr(LazyGradient, method, forget)
-
-
-# Methods that change the array, or expose its memory. Before Python 3.12, a class
-# cannot see that its buffer is exported, so a step ignores writes through a NumPy view.
-for _method in (
-    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
-    *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
-    *("__irshift__", "__setitem__", "__dlpack__", "__buffer__"),
-):
-    if hasattr(mx.array, _method):
-        _forget_source(_method)
+    Its source is the scaled gradient, and the reciprocal of the scale.
+    """
 
 
 class Backward:
@@ -75,6 +54,9 @@ class Backward:
         is_checked = casting.compute_dtype is not None or not is_enabled
         watch = UpdateWatch()
 
+        if not is_enabled and casting.compute_dtype is None:
+            return nn.value_and_grad(model, loss_fn)  # type: ignore[no-any-return]
+
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_checked
@@ -87,9 +69,9 @@ class Backward:
             cast = casting.cast_parameters(model, own)
 
             def forward(*stand_ins: mx.array) -> Any:
-                model.update(tree_like(own, stand_ins))
+                model.update(tree_like(own, map(alias_of, stand_ins, parameters)))
                 outputs = loss_fn(*args, **kwargs)
-                end_forward(stand_ins)
+                end_forward()
                 return outputs
 
             with forward_pass([model], parameters, casting) as end_forward:
@@ -136,13 +118,12 @@ class Backward:
                 def replace(x: Any) -> Any:
                     return stand_ins.get(id(x), x)
 
-                new = [tree_map(replace, tree) for tree in own]
-                new = list(map(casting.cast_parameters, models, new))
-                for each, tree in zip(models, new, strict=True):
-                    each.update(tree)
+                for each, tree in zip(models, own, strict=True):
+                    new = casting.cast_parameters(each, tree_map(replace, tree))
+                    each.update(tree_map(alias_of, new, tree))
                 new_args, new_kwargs = rebuild((args, kwargs), replace)
                 outputs = loss_fn(*new_args, **new_kwargs)
-                end_forward(leaves(new))
+                end_forward()
                 return outputs
 
             with forward_pass(
@@ -187,27 +168,31 @@ class Backward:
         check_loss(loss, scale, self.is_dynamic, self.warn_once)
 
 
+def _refuse(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "A loss function from scale_loss() has only first derivatives, in reverse "
+        "mode, and only of its loss. Return all that is added to the loss, such as "
+        "what a layer stores in the model, as part of the loss. Take inner gradients "
+        "inside the function, and gradients inside mx.vmap, not outside. mx.checkpoint "
+        "stores parameters too: use mlx_gradscale.grad_checkpoint instead."
+    )
+
+
 def _no_gradient(function: Callable[..., Any]) -> Any:
-    """Return a function that raises if somebody differentiates it."""
-
-    def vjp(*_: Any) -> NoReturn:
-        raise RuntimeError(
-            "A loss function from scale_loss() has only first derivatives, and only "
-            "its loss has any. Return everything that is added to the loss, such as "
-            "what a layer stores in the model, as part of the loss, and take inner "
-            "gradients inside the function. mx.checkpoint stores parameters too: use "
-            "mlx_gradscale.grad_checkpoint instead."
-        )
-
+    """Return a function of which no derivative can be taken."""
     custom = mx.custom_function(function)
-    custom.vjp(vjp)
+    custom.vjp(_refuse)
+    custom.jvp(_refuse)
     return custom
 
 
-# An array that depends on others, though it is computed from nothing.
+# An array that depends on others, though it is computed from nothing. If one of them is
+# differentiated, so is what depends on the token.
 _token = _no_gradient(lambda arrays: mx.array(0.0))
+_token.vmap(lambda arrays, axes: (_token(arrays), None))
 # The first array, as one that depends on the second, a token.
 _value = _no_gradient(lambda x, token: x)
+_value.vmap(lambda inputs, axes: (_value(*inputs), axes[0]))
 
 
 class _Outside:
@@ -236,6 +221,9 @@ class _Outside:
 
         identity: Any = mx.custom_function(lambda loss, originals: loss)
         identity.vjp(vjp)
+        identity.jvp(_refuse)
+        # MLX calls this in place of the identity, which would lose its vjp.
+        identity.vmap(lambda xs, axes: (_value(xs[0], _token(xs[1])), axes[0]))
         outer: mx.array = identity(loss, self._originals)
         return outer
 

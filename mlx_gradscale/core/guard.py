@@ -152,16 +152,21 @@ def update_parameter(
     updated = dict(flatten(state))
     _check_keys(optimizer, given, updated)
     _check_shape("the parameter", parameter, new)
-    encoded = storage.encode(optimizer, parameter.shape, updated, dither)
+    # An unused moment, as in SGD without momentum, needs no select. Third-party
+    # optimizers may modify arrays in place, so their moments are all selected.
+    is_own = is_builtin(optimizer)
+    changed = {k: x for k, x in updated.items() if not (is_own and x is given[k])}
+    encoded = storage.encode(optimizer, parameter.shape, changed, dither)
     selected = {}
     for name, x in old.items():
-        _check_shape(repr(name), x, encoded[name])
-        # An unused moment, as in SGD without momentum, needs no select. Third-party
-        # optimizers may modify arrays in place, so their moments are all selected.
-        if x.size and not (updated[name] is given[name] and is_builtin(optimizer)):
-            selected[name] = mx.where(applied, encoded[name], x)
-    in_kernel = [x for x in selected.values() if x.shape == parameter.shape]
-    result = Result(to_float32(new), master, parameter, stored, gradient, in_kernel)
+        if name in changed:
+            _check_shape(repr(name), x, encoded.moments[name])
+        if name in changed and x.size:
+            selected[name] = mx.where(applied, encoded.moments[name], x)
+    own = [name for name, x in selected.items() if x.shape == parameter.shape]
+    before, after = ([arrays[name] for name in own] for arrays in (given, selected))
+    steps = gradient, before, encoded.intermediate, after
+    result = Result(optimizer, to_float32(new), master, parameter, stored, *steps)
     weight, stored = storage.select(applied, result, dither)
     return weight, stored, list((old | selected).values())
 

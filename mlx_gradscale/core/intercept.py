@@ -70,6 +70,13 @@ def _set_class(module: nn.Module) -> None:
         object.__setattr__(module, "__class__", new)
 
 
+class _Quiet:
+    __slots__ = ()
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 def _subclass_of(cls: Any) -> type:
     """Return the subclass of a class whose instances pass calls through handlers."""
     # Python lists a class's subclasses by weak references.
@@ -82,8 +89,9 @@ def _subclass_of(cls: Any) -> type:
     # Not hasattr(), which is true of __call__ for every class: its metaclass has it.
     defined = {name for each in cls.__mro__ for name in vars(each)}
     body |= {name: _intercept(cls, name) for name in _METHODS if name in defined}
-    # type.__new__ skips what a metaclass does with a new class.
-    subclass: type = type.__new__(type(cls), cls.__name__, (cls,), body)
+    # type.__new__ skips what a metaclass does with a new class, and _Quiet what the
+    # class itself does with a new subclass.
+    subclass: type = type.__new__(type(cls), cls.__name__, (_Quiet, cls), body)
     return subclass
 
 

@@ -36,16 +36,27 @@ class Joined(NamedTuple):
     intermediate: tuple[mx.array, ...] = ()
 
 
+class Encoded(NamedTuple):
+    """Moments as they are stored, and the intermediate results of the encoding."""
+
+    moments: Moments
+    intermediate: tuple[mx.array, ...] = ()
+
+
 class Result(NamedTuple):
     """What a step has computed for one parameter."""
 
+    optimizer: Optimizer
     # The float32 result, and the master weight and parameter before the step.
     new: mx.array
     old: Joined
     parameter: mx.array
     stored: Stored
-    # Arrays that belong into the same kernel: the gradient, and the selected moments.
+    # Other arrays of the same kernel, in the order of the computation: the gradient,
+    # the decoded moments, how the new ones are encoded, and the selected ones.
     gradient: mx.array
+    decoded: list[mx.array]
+    encoding: tuple[mx.array, ...]
     moments: list[mx.array]
 
 
@@ -111,12 +122,12 @@ class Storage:
         shape: tuple[int, ...],
         moments: Moments,
         dither: Dither = (),
-    ) -> Moments:
+    ) -> Encoded:
         """Return float32 moments as they are stored.
 
         Only moments of the parameter's own shape are stored in fewer bits.
         """
-        return moments
+        return Encoded(moments)
 
 
 def is_own(x: Any, shape: tuple[int, ...]) -> bool:

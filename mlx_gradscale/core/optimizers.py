@@ -122,7 +122,7 @@ def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
         for (where, _, _), parameter in walk(tree):
             moments = get_at(where, part.state)
             if is_floating(parameter) and isinstance(moments, dict):
-                moments.update(storage.encode(part, parameter.shape, moments))
+                moments.update(storage.encode(part, parameter.shape, moments).moments)
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:

@@ -45,6 +45,7 @@ from . import fusion
 from .masters import (
     HALF,
     Dither,
+    Encoded,
     Joined,
     Moments,
     Result,
@@ -117,13 +118,14 @@ class SixteenBit(Storage):
         shape: tuple[int, ...],
         moments: Moments,
         dither: Dither = (),
-    ) -> Moments:
+    ) -> Encoded:
         """Round moments to bfloat16, with the factor of a step if there is one."""
-
-        def encoded(x: mx.array) -> mx.array:
-            return (x * dither[0] if dither else x).astype(mx.bfloat16)
-
-        return {k: encoded(x) if is_own(x, shape) else x for k, x in moments.items()}
+        own = {name: x for name, x in moments.items() if is_own(x, shape)}
+        encoded = {
+            name: (x * dither[0] if dither else x).astype(mx.bfloat16)
+            for name, x in own.items()
+        }
+        return Encoded(moments | encoded, tuple(own.values()))
 
 
 def spread(count: mx.array) -> tuple[mx.array, mx.array]:

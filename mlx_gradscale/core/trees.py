@@ -114,48 +114,34 @@ def match(gradients: Any, parameters: Any, what: str = "gradient") -> list[Leaf]
             f"{type(gradients).__name__}."
         )
     found: dict[str, Leaf] = {}
-    _match(gradients, parameters, what, "", found)
-    return list(found.values())
-
-
-def _match(
-    gradients: Any, parameters: Any, what: str, prefix: str, found: dict[str, Leaf]
-) -> None:
-    pairs = gradients.items() if isinstance(gradients, dict) else enumerate(gradients)
-    for key, gradient in pairs:
-        is_container = isinstance(gradient, CONTAINERS)
-        if is_container and not gradient:
-            # A frozen module, or other values, such as the strings in an mlx-lm Llama.
-            continue
-        path = f"{prefix}{key}"
-        try:
-            parameter = parameters[key]
-        except (KeyError, IndexError, TypeError):
-            parameter = None
-        if is_container and isinstance(parameter, CONTAINERS):
-            _match(gradient, parameter, what, f"{path}.", found)
-        elif is_container or not isinstance(parameter, mx.array):
+    # Empty containers have no leaves: frozen modules, or lists of strings in a model.
+    for (keys, _, key), gradient in walk(gradients):
+        path, parameter = ".".join(map(str, keys)), None
+        with suppress(KeyError, IndexError, TypeError, ValueError):
+            container = get_at(keys[:-1], parameters)
+            parameter = container[key]
+        if not isinstance(parameter, mx.array):
             raise ValueError(
                 f"There is a {what} for {path!r}, but no such parameter. Pass the "
                 f"{what}s and parameters of the same model."
             )
-        elif not isinstance(gradient, mx.array):
+        if not isinstance(gradient, mx.array):
             raise TypeError(
                 f"The {what} of {path!r} must be an mx.array, got {gradient!r}."
             )
-        elif gradient.shape != parameter.shape:
+        if gradient.shape != parameter.shape:
             raise ValueError(
                 f"The {what} of {path!r} has shape {gradient.shape}, but the parameter "
                 f"has shape {parameter.shape}. Pass the {what}s and parameters of the "
                 "same model."
             )
-        elif path in found:
+        if path in found:
             raise ValueError(
                 f"Two {what}s have the path {path!r}, as in "
                 "{'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
             )
-        else:
-            found[path] = Leaf(path, parameters, key, parameter, gradient)
+        found[path] = Leaf(path, container, key, parameter, gradient)
+    return list(found.values())
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:

@@ -38,7 +38,7 @@ class DtypeReport:
             rows.append([layer.path or "(model)", *dtypes])
         lines = [align(rows, left=4)]
         if self.first is not None:
-            lines.append(promotion_message(self.first))
+            lines.append(_describe_promotion(self.first))
         elif any(layer.parameters is not None for layer in self.layers):
             lines.append("No layer with half-precision parameters computes in float32.")
         else:
@@ -88,7 +88,7 @@ def compute_dtypes(
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, args, kwargs, casting)
-    *calls, _ = trace(trial, evaluate=False).call.walk()
+    *calls, _ = trace(trial)[0].walk()
     return DtypeReport(tuple(call for call in calls if not call.is_float32))
 
 
@@ -96,7 +96,7 @@ def _names(dtypes: Any) -> str:
     return ", ".join(dict.fromkeys(map(dtype_name, dtypes))) or "-"
 
 
-def promotion_message(layer: Call) -> str:
+def _describe_promotion(layer: Call) -> str:
     """Describe a half-precision layer that computes in float32, and how to fix it."""
     half = _names([layer.parameters])
     name = repr(layer.path) if layer.path else "The model"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,12 +11,12 @@ import mlx.nn as nn
 
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
-from ..files.text import power
-from ..float32.check import check, find_bad_gradient, find_bad_input
+from ..files.text import list_some, power
+from ..float32.check import check, find_bad_input
 from ..float32.report import FIRST_SCALE, Float32Search
 from ..float32.search import search
-from ..float32.trace import Fault
 from ..float32.trial import Trial
+from ..float32.where import TO, ordered_modules, owner_of
 from .reading import scale_of
 
 # A model that skips steps may have unusual weights, so allow more than the search does.
@@ -128,40 +129,44 @@ def explain_overflow(
         >>> report = explain_overflow(model, loss_fn, mx.ones((1, 2)), scale=65536.0,
         ...                           compute_dtype=mx.float16)
         >>> report.cause, report.layer
-        ('gradients', 'layers.1')
+        ('gradients', 'layers.0')
     """
     check_loss_fn(loss_fn)
     number = 1.0 if scale is None else scale_of(scale)
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, batch, named, casting)
     found = check(trial, None, [number], _TOLERANCE)
-
-    def report(
-        cause: str, fault: Fault | None, search: Float32Search | None = None
-    ) -> OverflowReport:
-        layer, text = fault or (None, "")
-        search = search or Float32Search([])
-        return OverflowReport(cause, layer, text, found.loss, number, search)
-
+    report = partial(OverflowReport, loss=found.loss, scale=number)
     if found.is_good:
-        text = "The loss and the gradients match float32."
-        return report("nothing", Fault(None, text))
-    # A bad batch or bad weights.
-    is_finite = found.is_finite and math.isfinite(found.loss)
-    if not is_finite and (bad_input := find_bad_input(trial)):
-        return report(*bad_input)
-    # Gradients that overflow or underflow; the scale does not change the loss.
-    bad_gradient = None if found.is_finite else find_bad_gradient(trial, number)
+        return report("nothing", None, "The loss and the gradients match float32.")
+    # In the order of the backward pass.
+    bad = found.bad_gradients[::-1]
+    if bad or not math.isfinite(found.loss):
+        cause, paths, text = find_bad_input(trial)
+        if cause:
+            return report(cause, _owner(model, paths), text)
+    where = f"The gradients of {list_some(bad)} are NaN or inf." if bad else ""
     if not found.is_loss_off:
         scaled = check(trial, None, [FIRST_SCALE, None], _TOLERANCE)
-        at, result = power(scaled.scale), Float32Search([], scale=scaled.scale)
-        if scaled.is_good and not found.is_finite:
-            return report("gradients", bad_gradient, result)
+        result = Float32Search([], scale=scaled.scale)
+        if scaled.is_good and bad:
+            return report("gradients", _owner(model, bad), where, search=result)
         if scaled.is_good:
-            text = f"Small gradients underflow. They match float32 at {at}."
-            return report("nothing", Fault(None, text), result)
-    # A layer or a loss function that is wrong in half precision.
-    result, fault = search([trial], _TOLERANCE)
-    if found.is_loss_off or result.where:
-        return report("forward" if fault else "loss", fault, result)
-    return report("nothing" if found.is_finite else "derivative", bad_gradient, result)
+            at = power(scaled.scale)
+            where = f"Small gradients underflow. They match float32 at {at}."
+            return report("nothing", None, where, search=result)
+    result = search([trial], _TOLERANCE)
+    if not found.is_loss_off and not result.where:
+        cause = "derivative" if bad else "nothing"
+        return report(cause, _owner(model, bad), where, search=result)
+    entry, why = next(iter(result.reasons.items()), ("", ""))
+    if why.startswith("The loss is") or not result.where:
+        return report("loss", None, why, search=result)
+    layer = entry.partition(TO)[0]
+    return report("forward", layer, f"{layer or 'The model'}: {why}", search=result)
+
+
+def _owner(model: nn.Module, parameters: list[str]) -> str | None:
+    """Return the layer of the first of some parameters, or None without any."""
+    paths = [path for path, _ in ordered_modules(model)]
+    return owner_of(paths, parameters[0]) if parameters else None

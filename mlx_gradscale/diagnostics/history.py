@@ -92,12 +92,6 @@ class ScaleHistory:
         scaler = scaler_of(source)
         if grad_norm is None:
             grad_norm = getattr(source, "grad_norm", None)
-        for x in (grad_norm, loss):
-            if isinstance(x, mx.array) and x.size != 1:
-                raise ValueError(
-                    "loss and grad_norm must be single numbers, got an array of shape "
-                    f"{x.shape}."
-                )
         self._step = self._step + 1 if step is None else int(step)
         applied = scaler.state["last_step_applied"]
         values = [scale_array(scaler), applied, grad_norm, loss]
@@ -142,7 +136,19 @@ class ScaleHistory:
             ValueError: If the file is not a history.
         """
         history = cls()
-        for record in _read(_check_path(path)):
+        options: Any = {"newline": "", "errors": "replace", "opener": open_file}
+        with open(_check_path(path), **options) as file:
+            try:
+                header, *rows = csv.reader(file)
+                if tuple(header) != ScaleRecord._fields:
+                    raise ValueError(header)
+                records = [_parse(*row) for row in rows]
+            except (ArithmeticError, TypeError, ValueError, csv.Error) as error:
+                raise ValueError(
+                    f"{path} is not a history file. Pass a file written by "
+                    "ScaleHistory or, for a new history, a new file name."
+                ) from error
+        for record in records:
             while history._records and history._records[-1].step >= record.step:
                 history._records.pop()
             history._records.append(record)
@@ -165,20 +171,6 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
     if Path(path).suffix != ".csv":
         raise ValueError(f"path must end in .csv, got {Path(path).name!r}.")
     return Path(path)
-
-
-def _read(path: Path) -> list[ScaleRecord]:
-    with open(path, newline="", errors="replace", opener=open_file) as file:
-        try:
-            header, *rows = csv.reader(file)
-            if tuple(header) == ScaleRecord._fields:
-                return [_parse(*row) for row in rows]
-        except (ArithmeticError, TypeError, ValueError, csv.Error):
-            pass
-    raise ValueError(
-        f"{path} is not a history file. Pass a file written by ScaleHistory or, for a "
-        "new history, a new file name."
-    )
 
 
 def _parse(

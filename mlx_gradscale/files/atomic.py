@@ -1,12 +1,5 @@
-"""Write folders atomically, and clean up after killed writers.
+"""Write folders atomically: fill a hidden folder, then rename it to the target."""
 
-A writer fills a hidden folder next to the target, then renames it to the target.
-Meanwhile, it holds a shared lock on the parent folder; the system releases the lock if
-the process is killed. If a writer gets an exclusive lock, no other writer is active, so
-it removes all hidden folders as leftovers.
-"""
-
-import fcntl
 import os
 import secrets
 import shutil
@@ -16,9 +9,14 @@ from pathlib import Path
 
 from ..torch_checkpoint.disk import atomic_write, hidden_path, sync
 
-__all__ = ["atomic_folder", "atomic_write", "discard", "sync", "temporary_folder"]
-
-_HIDDEN = f".mlx_gradscale-{'[0-9a-f]' * 16}.tmp"
+__all__ = [
+    "atomic_folder",
+    "atomic_write",
+    "discard",
+    "remove_leftovers",
+    "sync",
+    "temporary_folder",
+]
 
 
 @contextmanager
@@ -50,19 +48,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Create a hidden folder; remove it after the block unless it was renamed."""
-    descriptor, folder = os.open(parent, os.O_RDONLY), hidden_path(parent)
+    folder = hidden_path(parent)
+    folder.mkdir()
     try:
-        with suppress(OSError):  # another writer holds the lock
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for leftover in filter(Path.is_dir, parent.glob(_HIDDEN)):
-                shutil.rmtree(leftover, ignore_errors=True)
-        with suppress(OSError):  # some network disks do not support locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        folder.mkdir()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
 
 
 def discard(folder: Path) -> None:
@@ -71,3 +62,10 @@ def discard(folder: Path) -> None:
     with suppress(FileNotFoundError):  # another writer has removed it
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the hidden folders of writers that were killed."""
+    for folder in parent.glob(f".mlx_gradscale-{'[0-9a-f]' * 16}.tmp"):
+        if folder.is_dir():  # rmtree() would wait for a pipe, and refuses links
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Make selected layers of a half-precision model compute in float32."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ class Float32Call:
         token = _is_inside_layer.set(True)
         try:
             with _upcast_parameters(module) as parameter_dtype:
-                cast_args, cast_kw = map_arguments(to_float32, args, kw)
-                outputs = function(*cast_args, **cast_kw)
+                named = {name: _upcast(x) for name, x in kw.items()}
+                outputs = function(*_upcast(args), **named)
         finally:
             _is_inside_layer.reset(token)
         given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
@@ -152,25 +152,16 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     return paths
 
 
-def map_arguments(
-    new: Callable[[mx.array], Any], args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Replace the arrays in the arguments of a call, also those in tuples.
+def _upcast(argument: Any) -> Any:
+    """Upcast an array, or the arrays in a tuple, from half precision to float32.
 
     Lists, dicts and caches stay as they are, because a module may write to them.
     """
-
-    def is_leaf(x: Any) -> bool:
-        return not isinstance(x, tuple) or is_opaque(x)
-
-    def replace(argument: Any) -> Any:
-        return tree_map(
-            lambda x: new(x) if isinstance(x, mx.array) else x,
-            argument,
-            is_leaf=is_leaf,
-        )
-
-    return replace(args), {name: replace(x) for name, x in kwargs.items()}
+    return tree_map(
+        lambda x: to_float32(x) if isinstance(x, mx.array) else x,
+        argument,
+        is_leaf=lambda x: not isinstance(x, tuple) or is_opaque(x),
+    )
 
 
 @contextmanager
@@ -199,9 +190,8 @@ def _upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
             # Restore parameters, which only mx.checkpoint replaces.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
-            writes.append(
-                (container, key, now.astype(old.dtype) if is_updated else old)
-            )
+            kept = now.astype(old.dtype) if is_updated else old
+            writes.append((container, key, kept))
         commit(writes)
 
 

@@ -16,9 +16,8 @@ FIRST_SCALE = 65536.0
 _WHOLE_MODEL = (
     "The whole model would have to compute in float32, at the cost of a float32 model. "
     "The overflow is probably in the model's own code, between its layers, or in the "
-    "loss function. A better fix is to cast the overflowing expression to float32 "
-    "(x.astype(mx.float32)) and its result back, to reduce (sum, mean) in float32, to "
-    "move the expression into its own layer, or to use bfloat16."
+    "loss function. Instead of adding the lines, cast that expression to float32 "
+    "(x.astype(mx.float32)), move it into its own layer, or train in bfloat16."
 )
 
 
@@ -54,7 +53,7 @@ class Float32Search:
         where (list): The layers to pass to ``float32_layers``. You can also pass this
             object itself.
         reasons (dict): The reason for each entry of ``where``.
-        rows (list): A :class:`Row` for every called layer, in order of computation.
+        rows (list): A :class:`Row` for every called layer, in order of return.
         problem (str): Why no layers help; "" if ``where`` was verified to work.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
         float16_parameters (float): The share of parameters outside the float32 layers.
@@ -72,20 +71,16 @@ class Float32Search:
     @property
     def line(self) -> str:
         """The code that fixes the overflow, and its cost; "" if none is needed."""
-        if self.problem:
-            return ""
         lines = []
         if self.where:
             where = self.where[0] if len(self.where) == 1 else self.where
-            is_worth_it = self.float16_parameters >= 0.5
             lines += [
-                self.cost,
-                ("Add" if is_worth_it else "To compute in half precision anyway, add")
-                + " these lines before the first step, and compile it again:",
+                self._cost,
+                "Add these lines before the first step, and compile it again:",
                 "    import mlx_gradscale",
                 f"    mlx_gradscale.float32_layers(model, {where!r})",
             ]
-        if self.scale != FIRST_SCALE:
+        if self.scale != FIRST_SCALE and not self.problem:
             what = "overflow" if self.scale < FIRST_SCALE else "underflow"
             lines.append(
                 f"The gradients {what} at a loss scale of 65536, where a run starts. "
@@ -94,19 +89,14 @@ class Float32Search:
         return "\n".join(lines)
 
     @property
-    def cost(self) -> str:
-        """How much of the model stays in half precision, and what to do if little."""
+    def _cost(self) -> str:
         if any(not entry.partition(TO)[0] for entry in self.where):
             return _WHOLE_MODEL
-        share = f"{percent(self.float16_parameters)} of the parameters"
-        if self.float16_parameters >= 0.5:
-            return f"{share} still compute in half precision."
-        is_float16 = not self.rows or self.rows[0].maximum == Row.maximum
-        wide = "bfloat16, which has the same range as float32, or in " * is_float16
-        return (
-            f"Only {share} could compute in half precision, which saves little. It is "
-            f"better to train in {wide}float32."
-        )
+        share = percent(self.float16_parameters)
+        text = f"{share} of the parameters still compute in half precision."
+        if self.float16_parameters < 0.5:
+            text += " This saves little: it is better to train in bfloat16 or float32."
+        return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
@@ -132,9 +122,9 @@ class Float32Search:
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]
         rows: list[tuple[str, ...]] = [("layer", "largest", "headroom", "dtype")]
         for row in least:
-            headroom = f"{row.headroom:+.1f}" if row.largest else "-"
             dtype = "float32" if row.is_float32 else "half"
-            rows.append((row.layer or "(model)", f"{row.largest:.3g}", headroom, dtype))
+            numbers = f"{row.largest:.3g}", f"{row.headroom:+.1f}"
+            rows.append((row.layer or "(model)", *numbers, dtype))
         lines.append(align(rows))
         if len(least) < len(self.rows):
             lines.append(f"... and {len(self.rows) - len(least)} more")

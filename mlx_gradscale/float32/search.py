@@ -12,30 +12,22 @@ from mlx.utils import tree_flatten
 
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
-from .check import Check, check, find_bad_gradient, find_bad_input, is_off
+from ..files.text import dtype_name
+from .check import Check, check, find_bad, find_bad_input, is_loss_off
 from .layers import float32_layers
 from .report import FIRST_SCALE, Float32Search, Row
-from .trace import (
-    Call,
-    Fault,
-    describe_error,
-    find_first,
-    find_wrong,
-    floats,
-    magnitude,
-    trace,
-)
+from .trace import Call, floats, magnitude, trace
 from .trial import Trial, preserved
 from .where import TO, TO_THE_LOSS, is_inside, resolve
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
-# Errors of a layer in half precision. Rounding stays below the first; an overflow in a
-# sum exceeds it. The second applies if the loss is off but no error exceeds the first.
+# Errors of a layer in half precision. Rounding stays below the first, but for a choice
+# between two near values, such as experts; an overflow in a sum exceeds it. The second
+# applies if the loss is off but no error exceeds the first.
 _FAR, _SUSPICIOUS = 0.25, 0.05
 # How often layers are added for one batch, and how many layers before the loss to try.
 _ROUNDS, _LAST_LAYERS = 5, 8
-_EVEN_IN_FLOAT32 = "gives non-finite values even in float32."
 _LOOK = (
     "Look for values that grow too large, a logarithm or square root of zero, a "
     "division by zero, or a cast to half precision."
@@ -135,16 +127,13 @@ def find_float32_layers(
             "The model does not compute in half precision. Pass compute_dtype="
             "mx.float16, or call model.set_dtype(mx.float16) first."
         )
-    return search(trials, tolerance, margin)[0]
+    return search(trials, tolerance, margin)
 
 
 def search(
     trials: Sequence[Trial], tolerance: float, margin: float = 1.0
-) -> tuple[Float32Search, Fault | None]:
-    """Run the search of :func:`find_float32_layers` on one trial per batch.
-
-    Also returns the first fault of the forward pass without float32 layers.
-    """
+) -> Float32Search:
+    """Run the search of :func:`find_float32_layers` on one trial per batch."""
     state, problem = _Search(trials[0], tolerance, margin), ""
     try:
         traced = [(trial, *state.cover(trial)) for trial in trials]
@@ -154,7 +143,13 @@ def search(
             state.check_gradients(trial)
     except NoFixFound as error:
         state.reasons, problem = {}, str(error)
-    return state.report(problem), state.fault
+    return state.report(problem)
+
+
+def find_wrong(call: Call, error: float) -> list[Call]:
+    """Return the innermost calls whose error in half precision is this large."""
+    inside = [x for child in call.children for x in find_wrong(child, error)]
+    return inside or ([call] if call.error >= error else [])
 
 
 class _Search:
@@ -162,7 +157,6 @@ class _Search:
 
     def __init__(self, trial: Trial, tolerance: float, margin: float):
         self.reasons: dict[str, str] = {}
-        self.fault: Fault | None = None
         self._checks: list[Check] = []
         self._model, self._tolerance = trial.model, tolerance
         self._half = trial.half or mx.float16
@@ -176,6 +170,21 @@ class _Search:
         if sys.stderr.isatty() and time.monotonic() - self._start >= _DELAY:
             text = f"Search for float32 layers, run {self._count}: {run}"
             print(text, file=sys.stderr, flush=True)
+
+    def _trace(self, trial: Trial, where: Iterable[str]) -> tuple[Call, float]:
+        """Trace a batch in float32, with the errors of layers besides these."""
+        self._show(f"{trial.name} in float32")
+        with preserved(self._model):
+            float32_layers(self._model, list(where))
+            with trial.in_float32() as exact:
+                return trace(exact, self._half)
+
+    def _loss(self, trial: Trial, where: Iterable[str]) -> float:
+        """Return the loss in half precision with these float32 layers."""
+        self._show(f"{trial.name} in half precision")
+        with preserved(self._model):
+            float32_layers(self._model, list(where))
+            return float(trial.differentiate()[0])
 
     def report(self, problem: str) -> Float32Search:
         """Return the layers found, the losses and the largest value of every layer."""
@@ -191,49 +200,44 @@ class _Search:
         scale = min((found.scale for found in self._checks), default=FIRST_SCALE)
         return Float32Search(where, reasons, rows, problem, losses, share, scale)
 
+    def _paths(self, where: Iterable[str]) -> list[str]:
+        return [p for paths in resolve(self._model, where).values() for p in paths]
+
+    def _share(self, paths: Sequence[str]) -> float:
+        """Return the share of the model's parameters inside the given modules."""
+        sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
+        inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
+        return float(inside / max(sum(sizes.values()), 1))
+
     # Large values between layers, as measured in the float32 run.
 
     def cover(self, trial: Trial) -> tuple[Call, float]:
-        """Trace a batch in float32, and select the layers that exchange large values.
-
-        Returns the call of the loss function, and the loss.
-        """
-        self._show(f"{trial.name} in float32")
-        with preserved(self._model):
-            float32_layers(self._model, [])
-            call, loss, *_ = trace(trial, errors=True)
+        """Select the layers that exchange large values; return a trace of the batch."""
+        call, loss = self._trace(trial, [])
         if not math.isfinite(loss):
-            cause, fault = find_bad_input(trial) or ("", find_first(call, mx.float32))
-            text = fault.text if fault else ""
-            text += "" if cause else f" The loss is {loss}. {_LOOK}"
-            raise NoFixFound(f"{trial.name} {_EVEN_IN_FLOAT32} {text.strip()}")
-        for each in call.walk():
-            if each.path is not None:
-                size = max(each.largest, self._largest.get(each.path, 0.0))
-                self._largest[each.path] = size
-        self.fault = self.fault or find_first(call, self._half, _FAR)
+            *_, text = find_bad_input(trial)
+            bad = (x.path for x in call.walk() if x.largest_output == math.inf)
+            if not text and (path := next(bad, None)) is not None:
+                text = f"The output of {path or 'the model'} is the first. {_LOOK}"
+            text = text or f"The loss is {loss}. {_LOOK}"
+            raise NoFixFound(
+                f"{trial.name} gives non-finite values even in float32. {text}"
+            )
+        for x in call.walk():
+            if x.path is not None:
+                largest = self._largest.get(x.path, 0.0)
+                self._largest[x.path] = max(x.largest, largest)
         # The batch itself can be large, but training does not change it.
         batch = floats((trial.args, trial.kwargs))
         self._given = {float(magnitude([x])) for x in batch}
         self._cover(call)
         return call, loss
 
+    def _is_large(self, size: float) -> bool:
+        return size >= self._large and size not in self._given
+
     def _cover(self, call: Call) -> None:
         """Select a call's layers that exchange values near or above the maximum."""
-        large = self._large_calls(call)
-        for child in call.children:
-            if child not in large:
-                self._cover(child)
-        inside = self._paths(self.reasons)
-        if all(is_inside(c.path or "", *inside) for c in large):
-            return
-        entry = self._chain_for(call, call.children.index(large[0]))
-        largest = max(c.largest for c in large)
-        above = "above" if largest > self._maximum else "close to"
-        self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
-
-    def _chain_for(self, call: Call, first: int) -> str:
-        """Return the layer or shortest chain that covers the large values of a call."""
         # Example: a model calls embed, blocks.0, blocks.1, norm and head in this order.
         # If blocks.1 returns 1e5, norm reads it: "blocks.1 to norm". If the model's own
         # code multiplies the output of embed by 1e6, blocks.0 is the first to read it,
@@ -241,40 +245,42 @@ class _Search:
         # "head to the loss". If blocks.0 itself computes 1e5 between its own layers,
         # the call is that of blocks.0, and the entry "blocks.0".
         children = call.children
-        if self._is_large(children[first].largest_input):
-            # The caller's own code computed the value, between calls of its children.
-            if call.path is not None and (self._share([call.path]) <= 0.5 or not first):
-                return call.path
+        reads = [self._is_large(x.largest_input) for x in children]
+        makes = [self._is_large(x.largest_output) for x in children]
+        large = [i for i in range(len(children)) if reads[i] or makes[i]]
+        for i, child in enumerate(children):
+            if i not in large:
+                self._cover(child)
+        inside = self._paths(self.reasons)
+        if all(is_inside(children[i].path or "", *inside) for i in large):
+            return
+        first, last = large[0], large[-1] + makes[large[-1]]
+        is_whole = last == len(children)
+        if reads[first]:
+            # The caller's own code computes the value, after its previous child.
+            is_whole |= not first or self._share([call.path or ""]) <= 0.5
             first = max(first - 1, 0)
-        readers = [i for i, c in enumerate(children) if self._is_large(c.largest_input)]
-        makers = [i for i, c in enumerate(children) if self._is_large(c.largest_output)]
-        last = max([*readers, *(i + 1 for i in makers)])
-        if last < len(children):
-            return self._name_chain(children[first : last + 1])
-        if call.path:
-            return call.path
-        # The value reaches the loss function. If a model returns the value of its last
-        # layers, only these have to compute in float32.
-        calls = children[first:]
-        while len(calls) == 1 and not self._is_large(calls[0].largest_input):
+        chain = self._chain(children[first:], last - first)
+        entry = call.path if call.path and is_whole else chain
+        largest = max(children[i].largest for i in large)
+        above = "above" if largest > self._maximum else "close to"
+        self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
+
+    def _chain(self, calls: list[Call], last: int) -> str:
+        """Name the chain from the first of some calls to the last, or to the loss."""
+        end = TO_THE_LOSS if last == len(calls) else ""
+        calls = calls[: last + 1]
+        # If the model returns the large value of its last layers, only these have to
+        # compute in float32.
+        while end and len(calls) == 1 and not self._is_large(calls[0].largest_input):
             inner = calls[0].children
-            large = self._large_calls(calls[0])
-            if not large or self._is_large(large[0].largest_input):
+            large = [i for i, x in enumerate(inner) if self._is_large(x.largest_output)]
+            if not large or self._is_large(inner[large[0]].largest_input):
                 break
-            calls = inner[inner.index(large[0]) :]
-        return f"{self._name_chain(calls)}{TO_THE_LOSS}"
-
-    def _name_chain(self, calls: list[Call]) -> str:
-        paths = list(dict.fromkeys(call.path or "" for call in calls))
+            calls = inner[large[0] :]
+        paths = list(dict.fromkeys(x.path or "" for x in calls))
         short = TO.join(dict.fromkeys([paths[0], paths[-1]]))
-        return short if self._paths([short]) == paths else TO.join(paths)
-
-    def _is_large(self, size: float) -> bool:
-        return size >= self._large and size not in self._given
-
-    def _large_calls(self, call: Call) -> list[Call]:
-        sizes = [(x, (x.largest_input, x.largest_output)) for x in call.children]
-        return [x for x, size in sizes if any(map(self._is_large, size))]
+        return (short if self._paths([short]) == paths else TO.join(paths)) + end
 
     # Layers that are wrong in half precision.
 
@@ -282,47 +288,41 @@ class _Search:
         """Select layers until the loss of this batch agrees with float32."""
         for _ in range(_ROUNDS):
             loss = self._loss(trial, self.reasons)
-            if not is_off(loss, expected, self._tolerance):
+            if not is_loss_off(loss, expected, self._tolerance):
                 return
             if self.reasons:
-                self._show(f"{trial.name} in float32")
-                with preserved(self._model):
-                    float32_layers(self._model, list(self.reasons))
-                    call = trace(trial, errors=True).call
-            why = f"The loss is {loss:.4g} instead of {expected:.4g}."
-            wrong = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
-            found = {x.path or "": describe_error(x, self._half) for x in wrong}
-            if not found and (last := self._find_last_layer(trial, call, expected)):
-                found = {last: why}
-            if not found.keys() - self.reasons.keys():
+                call, _ = self._trace(trial, self.reasons)
+            found = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
+            why = {x.path or "": self._describe(x) for x in found}
+            if not why and (last := self._find_last_layer(trial, call, expected)):
+                why = {last: f"The loss is {loss:.4g} instead of {expected:.4g}."}
+            if not why.keys() - self.reasons.keys():
                 break
-            self.reasons |= found
+            self.reasons |= why
         raise NoFixFound(
-            "Even computing the whole model in float32 is not enough. "
-            f"{why} Look for a cast to half precision or a division by zero in the "
-            "model and in the loss function."
+            "Even computing the whole model in float32 is not enough. The loss is "
+            f"{loss:.4g} instead of {expected:.4g}. {_LOOK}"
         )
+
+    def _describe(self, call: Call) -> str:
+        name, size = call.path or "the model", call.largest_input
+        if size > self._maximum:
+            return f"The input of {name} reaches {size:.3g}, above {self._maximum:g}."
+        what = f"off by up to {min(call.error, 9.99):.0%}"
+        what = what if call.error < math.inf else "non-finite"
+        return f"The output of {name} is {what} in {dtype_name(self._half)}."
 
     def _find_last_layer(self, trial: Trial, call: Call, expected: float) -> str | None:
         """Return the chain to the loss that is needed if the loss function is wrong."""
-        paths = [x.path for x in call.walk() if x.outputs and x.path]
+        paths = [x.path for x in call.walk() if x.path and not x.children]
         # Skip layers called twice, such as tied embeddings: both outputs would change.
         once = [path for path in reversed(paths) if paths.count(path) == 1]
-        single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
-        for last in [*single[:_LAST_LAYERS], ""]:
+        for last in [*once[:_LAST_LAYERS], ""]:
             entry = f"{last}{TO_THE_LOSS}"
             loss = self._loss(trial, [*self.reasons, entry])
-            if not is_off(loss, expected, self._tolerance):
+            if not is_loss_off(loss, expected, self._tolerance):
                 return entry
         return None
-
-    def _loss(self, trial: Trial, where: Iterable[str]) -> float:
-        """Return the loss in half precision with these float32 layers."""
-        self._show(f"{trial.name} in half precision")
-        with preserved(self._model):
-            float32_layers(self._model, list(where))
-            loss, _ = trial.differentiate()
-            return float(loss)
 
     def check_gradients(self, trial: Trial) -> None:
         """Check the gradients of this batch at a scale at which they fit."""
@@ -333,23 +333,13 @@ class _Search:
         if found.is_good:
             return
         with trial.in_float32() as exact:
-            bad = find_bad_gradient(exact)
-        if bad:
-            text = f"{_EVEN_IN_FLOAT32} {bad.text}"
-            raise NoFixFound(f"{trial.name} {text} {_ROOT}")
-        if found.is_finite:
-            raise NoFixFound(
-                "Nothing overflows, but rounding or underflow changes the gradients by "
-                f"{found.distance:.0%} compared with float32. Train in float32, or "
-                "raise the tolerance of find_float32_layers."
-            )
-        raise NoFixFound(f"The gradients are non-finite at every loss scale. {_ROOT}")
-
-    def _paths(self, where: Iterable[str]) -> list[str]:
-        return [p for paths in resolve(self._model, where).values() for p in paths]
-
-    def _share(self, paths: Sequence[str]) -> float:
-        """Return the share of the model's parameters inside the given modules."""
-        sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
-        inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
-        return float(inside / max(sum(sizes.values()), 1))
+            bad = find_bad(exact.differentiate()[1])
+        if bad or found.bad_gradients:
+            where = "even in float32" if bad else "at every loss scale"
+            text = f"{trial.name} gives non-finite gradients {where}."
+            raise NoFixFound(f"{text} {_ROOT}")
+        raise NoFixFound(
+            "Nothing overflows, but rounding or underflow changes the gradients by "
+            f"{found.distance:.0%} compared with float32. Train in float32, or raise "
+            "the tolerance of find_float32_layers."
+        )

@@ -55,7 +55,7 @@ def load(file: File) -> Any:
     def find(path: tuple[Any, ...], leaf: Any) -> Any:
         check(
             leaf in arrays,
-            f"{show_path(path)} is {leaf!a:.80}, a dtype that MLX lacks",
+            f"{show_path(path)} has the dtype {leaf.dtype!a}, which MLX lacks",
             "Convert the tensor in PyTorch and save again, or read the rest of the "
             "file with shapes().",
         )
@@ -138,7 +138,8 @@ def _read_zip(source: Source) -> tuple[Any, list[Tensor]]:
         record = find(f"data/{key}", storage.nbytes)
         is_whole = record.nbytes == storage.nbytes
         check(is_whole, f"The record of {storage.nbytes} bytes has {record.nbytes}")
-        vars(storage).update(vars(record) | {"dtype": storage.dtype})
+        storage.data, storage.start = source, record.start
+        storage.checksum = record.checksum
     return value, [*unpickler.tensors]
 
 

@@ -49,11 +49,7 @@ _PIECE, _THREADS = 2**18, 4
 
 
 class Source:
-    """The bytes of a checkpoint. A file stays open as long as this object exists.
-
-    Args:
-        file (str, PathLike or bytes): A path, or the contents of a file.
-    """
+    """The bytes of a checkpoint. A file stays open as long as this object exists."""
 
     def __init__(self, file: "str | os.PathLike[str] | bytes") -> None:
         self._data: memoryview | None = None
@@ -94,21 +90,13 @@ class Source:
 
 @dataclass(eq=False)
 class Storage:
-    """A block of bytes: a record in a file, or the bytes of an array.
+    """A block of bytes: a record in a file, or the bytes of an array."""
 
-    Attributes:
-        dtype (str or None): The dtype of the elements; None if it is untyped.
-        nbytes (int): The size.
-        data (Source or array): The file or the array.
-        start (int): The position in the file.
-        checksum (int or None): The CRC-32, if the file has one.
-    """
-
-    dtype: str | None
+    dtype: str | None  # of the elements; None if it is untyped
     nbytes: int
-    data: Any = None
-    start: int = 0
-    checksum: int | None = None
+    data: Any = None  # a Source or an array
+    start: int = 0  # in the file
+    checksum: int | None = None  # CRC-32
 
     @property
     def numel(self) -> int:

@@ -20,28 +20,20 @@ from .tree import DICTS, check_key
 
 MAX_PICKLE = 2**26
 # The number of instructions, and of values (or 64 characters) that constructors copy,
-# because a pickle may copy a memoized value thousands of times. Each takes at most
-# about 150 bytes of memory. PyTorch writes about 35 instructions for each tensor.
+# because a pickle may copy a memoized value thousands of times. PyTorch writes up to 35
+# instructions for each tensor.
 MAX_WORK = 4_000_000
-# A set, or a new name, takes as much memory as this many instructions.
-_OBJECT = 3
 UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 _Python: Any = pickle._Unpickler
 
 
 class Unpickler(_Python):  # type: ignore[misc]
-    """Read the pickles of a file.
-
-    Attributes:
-        storages (dict): The storages that the pickles name, by key. Their place in the
-            file is for the caller to find.
-        tensors (dict): The tensors, as keys and values.
-    """
+    """Read the pickles of a file, which do not say where its storages are."""
 
     def __init__(self, stream: BytesIO) -> None:
         super().__init__(stream, encoding="utf-8")
-        self.storages: dict[str, Storage] = {}
-        self.tensors: dict[Tensor, Tensor] = {}
+        self.storages: dict[str, Storage] = {}  # by key
+        self.tensors: dict[Tensor, Tensor] = {}  # equal ones are the same object
         self._work, self._names = 0, dict[tuple[str, str], Placeholder]()
 
     def load(self) -> Any:
@@ -54,16 +46,18 @@ class Unpickler(_Python):  # type: ignore[misc]
         self.metastack, self.stack = list[Any](), list[Any]()
         self.append, self.proto = self.stack.append, 0
         try:
-            while self._work < MAX_WORK:
-                self._work += 1
-                _ACTIONS[self.read(1)[0]](self)
-            self._spend(1)
+            while True:
+                code = self.read(1)[0]
+                self._work += _COSTS[code]
+                if self._work > MAX_WORK:
+                    self._spend(0)
+                _ACTIONS[code](self)
         except pickle._Stop as stop:  # type: ignore
             return stop.value
         except Exception as error:  # Python's unpickler raises ten different types
             problem = str(error)
-            if isinstance(error, KeyError):
-                problem = f"{bytes(error.args)!a} is not an instruction of checkpoints."
+            if type(error) is KeyError:
+                problem = f"{bytes([code])!a} is not an instruction of checkpoints."
             elif not isinstance(error, CheckpointError):
                 problem = f"the pickle is damaged or cut off ({error}). Copy the file."
             # The last string on the stack is usually the key of a bad value.
@@ -74,18 +68,16 @@ class Unpickler(_Python):  # type: ignore[misc]
 
     def _spend(self, work: int) -> None:
         self._work += work
-        check(
-            self._work <= MAX_WORK,
-            f"the file has more than {MAX_WORK:,} pickle instructions, or copies as "
-            "many values",
-            "Split it in PyTorch.",
-        )
+        if self._work > MAX_WORK:
+            raise CheckpointError(
+                f"the file has more than {MAX_WORK:,} pickle instructions, or copies "
+                "as many values. Split it in PyTorch."
+            )
 
     def find_class(self, module: str, name: str) -> Placeholder:
         """Return the placeholder for a name, the same object for equal names."""
         key = module, name
         if key not in self._names:
-            self._spend(_OBJECT)
             self._names[key] = Placeholder(module, name)
         return self._names[key]
 
@@ -127,7 +119,7 @@ class Unpickler(_Python):  # type: ignore[misc]
         if path in _BUILDERS:
             self.append(_BUILDERS[path](self, *args))
         elif path in CONSTRUCTORS:
-            self.append(self.construct(path, args))
+            self.push(path, *args)
         elif path == "builtins.getattr" and [*map(type, args)] == [Placeholder, str]:
             # Protocol 2 refers to nested classes this way.
             self.append(self.find_class(args[0].module, f"{args[0].name}.{args[1]}"))
@@ -181,42 +173,37 @@ class Unpickler(_Python):  # type: ignore[misc]
             "the tensor is lazily conjugated or negated",
             "Call .resolve_conj() and .resolve_neg() in PyTorch and save again.",
         )
-        is_sound = type(shape) is type(strides) is tuple
-        is_sound = is_sound and len(shape) == len(strides) <= 32
-        numbers = (offset, *shape, *strides)
-        is_sound = is_sound and {*map(type, numbers)} == {int} and min(numbers) >= 0
+        is_sound = type(shape) is type(strides) is tuple and len(shape) <= 32
+        numbers = (offset, *shape, *strides) if is_sound else (-1,)
+        is_sound = {*map(type, numbers)} == {int} and min(numbers) >= 0
         is_sound = is_sound and max(numbers) < 2**63 and max((0, *shape)) <= MAX_DIM
         check(is_sound, "the offset, shape or strides of a tensor are invalid")
         room = storage.nbytes // SIZES.get(dtype, 1)
         last = offset + sum((n - 1) * by for n, by in zip(shape, strides, strict=True))
         problem = f"a tensor reaches outside its storage of {room} elements"
         check(0 in shape or last < room, problem)
-        view = storage, dtype, offset, shape, strides
-        return self._unique(Tensor(*view, bool(requires_grad)))
+        new = Tensor(storage, dtype, offset, shape, strides, bool(requires_grad))
+        return self.tensors.setdefault(new, new)
 
     def rebuild_parameter(self, data: Tensor, requires_grad: bool, *_: Any) -> Tensor:
         """Return a tensor as a ``torch.nn.Parameter``, without Python attributes."""
         check(type(data) is Tensor, "a parameter has no tensor")
-        grad = bool(requires_grad)
-        return self._unique(replace(data, requires_grad=grad, is_parameter=True))
-
-    def _unique(self, tensor: Tensor) -> Tensor:
-        """Return the same object for equal views, so that tied tensors are one."""
-        return self.tensors.setdefault(tensor, tensor)
+        new = replace(data, requires_grad=bool(requires_grad), is_parameter=True)
+        return self.tensors.setdefault(new, new)
 
     def rebuild_from_type(
         self, function: Placeholder, kind: Placeholder, args: tuple[Any, ...], *_: Any
     ) -> Any:
         """Return a tensor without its Python attributes."""
         check(
-            function.path in _TENSORS and kind.path in _TENSOR_CLASSES,
+            function.path in _BUILDERS and kind.path in _TENSOR_CLASSES,
             f"a tensor has the unknown class {kind.path!a}",
             "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, "
             "and save it on rank 0: torch.distributed.checkpoint.state_dict."
             "get_state_dict(model, optimizer, options=StateDictOptions("
             "full_state_dict=True, cpu_offload=True)).",
         )
-        return _TENSORS[function.path](self, *args)
+        return _BUILDERS[function.path](self, *args)
 
     def construct(self, path: str, args: tuple[Any, ...]) -> Any:
         """Return an object of a plain type; what its constructor copies is work."""
@@ -224,36 +211,32 @@ class Unpickler(_Python):  # type: ignore[misc]
         is_known = [*map(type, args[:3])] in signatures
         check(is_known, f"the pickle calls {path} with invalid arguments")
         copied = args[0] if args and type(args[0]) is not float else ()
-        self._spend(
-            _OBJECT + len(copied) // (64 if type(copied) in (str, bytes) else 1)
-        )
+        self._spend(len(copied) // (64 if type(copied) in (str, bytes) else 1))
         for member in copied if function in (set, frozenset) else ():
             check_key(member)
         return function(*args)
 
-    def push(self, value: Any) -> None:
-        """Push a value. Unlike ``append``, it is looked up after marks are popped."""
-        self.stack.append(value)
+    def push(self, path: str, *args: Any) -> None:
+        """Push an object of a plain type."""
+        self.append(self.construct(path, args))
 
     def load_bytearray8(self) -> None:
         """Read before allocating, unlike Python."""
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
 
-_TENSORS: dict[str, Callable[..., Any]] = {
+_BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": Unpickler.rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": Unpickler.rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": Unpickler.rebuild_tensor,
     "torch._utils._rebuild_parameter": Unpickler.rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": Unpickler.rebuild_parameter,
-}
-_TENSOR_CLASSES = {"torch.Tensor"} | {
-    f"torch.nn.parameter.{name}" for name in ("Parameter", "Buffer")
-}
-_BUILDERS = _TENSORS | {
     # The module was renamed in PyTorch 1.9.
     "torch._tensor._rebuild_from_type_v2": Unpickler.rebuild_from_type,
     "torch.tensor._rebuild_from_type_v2": Unpickler.rebuild_from_type,
+}
+_TENSOR_CLASSES = {"torch.Tensor"} | {
+    f"torch.nn.parameter.{name}" for name in ("Parameter", "Buffer")
 }
 
 
@@ -277,35 +260,33 @@ CONSTRUCTORS: dict[str, tuple[Any, ...]] = {
     "builtins.set": (set, [], [list]),
     "builtins.frozenset": (frozenset, [], [list]),
 }
-_Action = Callable[[Unpickler], None]
-# Instructions that Python's unpickler may carry out.
-_KEPT = {
-    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
-    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("BINSTRING", "SHORT_BINSTRING"),  # Python 2's str
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    *("EMPTY_LIST", "EMPTY_DICT"),
-    *("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
-    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
-    *("GLOBAL", "STACK_GLOBAL", "BINPERSID"),
+# Instructions that are neither written by torch.save nor safe in Python's unpickler.
+_REFUSED = {
+    *("EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEWOBJ_EX", "PERSID"),
+    *("DICT", "NEXT_BUFFER", "READONLY_BUFFER"),
 }
-_OWN: dict[str, _Action] = {
-    "BYTEARRAY8": Unpickler.load_bytearray8,
-    "EMPTY_SET": lambda u: u.push(u.construct("builtins.set", ())),
-    "FROZENSET": lambda u: u.push(u.construct("builtins.frozenset", (u.pop_mark(),))),
-    "APPEND": lambda u: u.edit(b"a", [u.stack.pop()]),
-    "APPENDS": lambda u: u.edit(b"e", u.pop_mark()),
-    "SETITEM": lambda u: u.edit(b"s", [u.stack.pop(), u.stack.pop()][::-1]),
-    "SETITEMS": lambda u: u.edit(b"u", u.pop_mark()),
-    "ADDITEMS": lambda u: u.edit(b"\x90", u.pop_mark()),
-    "BUILD": lambda u: u.edit(b"b", [u.stack.pop()]),
-    "REDUCE": lambda u: u.call(b"R"),
-    "NEWOBJ": lambda u: u.call(b"\x81"),
+_CODES = {op.name: ord(op.code) for op in pickletools.opcodes if op.proto <= 5}
+_ACTIONS: dict[int, Callable[[Unpickler], None]] = {
+    code: _Python.dispatch[code]
+    for name, code in _CODES.items()
+    if name not in _REFUSED
 }
-_CODES = {op.name: ord(op.code) for op in pickletools.opcodes}
-_ACTIONS: dict[int, _Action] = {
-    _CODES[name]: _Python.dispatch[_CODES[name]] for name in _KEPT
+_ACTIONS |= {
+    _CODES["BYTEARRAY8"]: Unpickler.load_bytearray8,
+    _CODES["EMPTY_SET"]: lambda u: u.push("builtins.set"),
+    _CODES["FROZENSET"]: lambda u: u.push("builtins.frozenset", u.pop_mark()),
+    _CODES["APPEND"]: lambda u: u.edit(b"a", [u.stack.pop()]),
+    _CODES["APPENDS"]: lambda u: u.edit(b"e", u.pop_mark()),
+    _CODES["SETITEM"]: lambda u: u.edit(b"s", [u.stack.pop(), u.stack.pop()][::-1]),
+    _CODES["SETITEMS"]: lambda u: u.edit(b"u", u.pop_mark()),
+    _CODES["ADDITEMS"]: lambda u: u.edit(b"\x90", u.pop_mark()),
+    _CODES["BUILD"]: lambda u: u.edit(b"b", [u.stack.pop()]),
+    _CODES["REDUCE"]: lambda u: u.call(b"R"),
+    _CODES["NEWOBJ"]: lambda u: u.call(b"\x81"),
 }
-_ACTIONS |= {_CODES[name]: action for name, action in _OWN.items()}
+# Each unit of work takes at most about 150 bytes of memory.
+_TWO = "EMPTY_LIST EMPTY_DICT REDUCE NEWOBJ BUILD APPEND APPENDS SETITEM SETITEMS"
+_FOUR = "EMPTY_SET FROZENSET ADDITEMS GLOBAL STACK_GLOBAL"
+_COSTS = dict.fromkeys(_ACTIONS, 1)
+_COSTS |= {_CODES[name]: 2 for name in _TWO.split()}
+_COSTS |= {_CODES[name]: 4 for name in _FOUR.split()}

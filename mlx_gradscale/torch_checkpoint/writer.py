@@ -128,12 +128,12 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(file, 2)
         # Storages in the order of their keys, which are numbers.
         self.storages: dict[Storage, str] = {}
-        self._names: dict[str, Placeholder] = {}
+        self._names: dict[tuple[str, str], Placeholder] = {}
 
     def _name(self, path: str) -> Placeholder:
         """Return the same object for equal names, so that each name is written once."""
         module, _, name = path.rpartition(".")
-        return self._names.setdefault(path, Placeholder(module, name))
+        return self._names.setdefault((module, name), Placeholder(module, name))
 
     def _save_storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, str(len(self.storages)))
@@ -180,7 +180,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.write(opcode)
 
     def _save_name(self, name: Placeholder) -> None:
-        known = self._names.setdefault(f"{name.module}.{name.name}", name)
+        known = self._names.setdefault((name.module, name.name), name)
         outer, dot, inner = name.name.rpartition(".")
         if known is not name:
             self.save(known)

@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from ..diagnostics import LossScaleCallback, ScaleHistory, lost_updates
 from ..diagnostics.calibrate import NoScaleFits, calibrate
 from ..files.text import dtype_name, plural, power
 from ..float32 import float32_layers
+from ..grad_checkpoint import grad_checkpoint
 from .lora import FLAGS
 
 FOLDER = "checkpoint"
@@ -81,6 +83,8 @@ class Training:
         self.was_called = True
         self._model, self._args, self._dataset = model, args, train_dataset
         self.prepare(model)
+        if args.grad_checkpoint:
+            grad_checkpoint(model)
         if self._options.fine_tune_type == "full" and not self._options.resume:
             self._print_lost_updates(optimizer)
         self.optimizer = self._wrap(optimizer)
@@ -102,7 +106,7 @@ class Training:
                 model,
                 self.optimizer,
                 train_dataset,
-                args=args,
+                args=replace(args, grad_checkpoint=False),
                 loss=self.optimizer.scale_loss(default_loss),
                 iterate_batches=self._iterate,
                 training_callback=self,

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tools.as_on_gpu import Launch, record, table
+from tools.as_on_gpu import Launch, record
 
 
 def evaluated(*shape, dtype=mx.float32):
@@ -90,7 +90,6 @@ def test_launches_are_recorded_with_bytes_buffers_and_dtypes():
         # More than 4096 elements take two launches.
         Launch("Sum", 2, 4160 * 4 + 4, 1, 2, ("float32",), ("float32",)),
     ]
-    assert table(launches).splitlines()[1].split() == ["total", "4", "91,524"]
 
 
 def test_launch_reads_memory_that_its_arguments_share_once():

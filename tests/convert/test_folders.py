@@ -305,42 +305,22 @@ def test_folder_with_foreign_files_is_not_replaced(tmp_path, capsys):
         (tmp_path / "out" / name).unlink()
 
 
-def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
+def test_links_out_of_a_folder_and_pipes_are_not_followed(tmp_path):
     source = trainer_folder(tmp_path / "in")
     (tmp_path / "secret").write_text("mine")
     (source / "linked.txt").symlink_to(tmp_path / "secret")
     os.mkfifo(source / "pipe.txt")
-    model = Small()
-    run = load_torch(source, model, names=NAMES)
+    run = load_torch(source, Small(), names=NAMES)
     assert any("linked.txt, pipe.txt" in note for note in run.notes)
-    os.mkfifo(source / "scaler.pt")
-    with pytest.raises((ValueError, OSError), match="pipe"):
-        load_torch(source, model, names=NAMES)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json"])
-def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
-    source = trainer_folder(tmp_path / "in")
-    (source / name).rename(tmp_path / "elsewhere")
-    (source / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConvertError, match=f"{name} is a symbolic link"):
-        load_torch(source, Small(), names=NAMES)
-    (tmp_path / "elsewhere").rename(source / "real")
-    (source / name).unlink()
-    (source / name).symlink_to("real")
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (source / name).rename(tmp_path / "elsewhere")
+        (source / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ConvertError, match=f"{name} is a symbolic link"):
+            load_torch(source, Small(), names=NAMES)
+        (tmp_path / "elsewhere").rename(source / f"real {name}")
+        (source / name).unlink()
+        (source / name).symlink_to(f"real {name}")
     load_torch(source, Small(), names=NAMES)
-
-
-@pytest.mark.parametrize(
-    ("history", "message"),
-    [
-        (" " * 2**24, "longer than 16,777,216 bytes"),
-        ("[" * 100_000, "trainer_state.json cannot be read"),
-    ],
-    ids=["bytes", "depth"],
-)
-def test_huge_trainer_state_is_refused(tmp_path, history, message):
-    source = trainer_folder(tmp_path / "in")
-    (source / "trainer_state.json").write_text(f'{{"log_history": [{history}]}}')
-    with pytest.raises(ValueError, match=message):
+    os.mkfifo(source / "scaler.pt")
+    with pytest.raises(ValueError, match="not a regular file"):
         load_torch(source, Small(), names=NAMES)

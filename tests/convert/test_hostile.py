@@ -5,7 +5,7 @@ import pytest
 from support.convert_runs import Small, find, small, usual
 
 from mlx_gradscale import torch_checkpoint as pt
-from mlx_gradscale.convert import ConvertError, load_torch
+from mlx_gradscale.convert import load_torch
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,3 @@ def test_containers_that_are_shared_many_times_are_searched_once():
     for _ in range(100):  # 2**100 paths to one leaf
         found = {"a": found, "b": found}
     assert find({"model": small()[0], "rest": found}, {}).model == ("model",)
-
-
-def test_error_about_thousands_of_names_is_short(tmp_path):
-    many = {f"lost_{i}": mx.zeros(1) for i in range(5000)}
-    pt.save(tmp_path / "a.pt", {"model": many | small()[0]})
-    with pytest.raises(ConvertError, match="and 4994 more") as error:
-        load_torch(tmp_path / "a.pt", Small())
-    assert len(str(error.value)) < 1000

@@ -137,7 +137,7 @@ class Blocks(nn.Module):
         self.blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in "ab"]
 
 
-@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("wrapper", ["", "module._orig_mod."])
 @pytest.mark.parametrize("order", ["1.0 1.1 0.0 0.1", "0.1 0.0 1.0 1.1"])
 def test_order_that_shapes_cannot_confirm_is_reported(wrapper, order, tmp_path):
     """Nothing in the file tells the order of equal blocks, or of layers in them."""
@@ -183,12 +183,11 @@ def test_note_names_the_modules_that_could_be_swapped(shapes, used, alike):
         assert find(state, tensors)[1] == []
 
 
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("where", ["model", "optimizer"])
-def test_parameter_names_match_with_or_without_a_wrapper(wrapper, where, tmp_path):
+@pytest.mark.parametrize(
+    ("in_model", "in_names"), [("module._orig_mod.", ""), ("", "_orig_mod.module.")]
+)
+def test_parameter_names_match_with_or_without_a_wrapper(in_model, in_names, tmp_path):
     model, optimizer, _ = small()
-    in_model = wrapper if where == "model" else ""
-    in_names = wrapper if where == "optimizer" else ""
     (group,) = optimizer["param_groups"]
     group["param_names"] = [f"{in_names}fc.weight", f"{in_names}fc.bias"]
     model = {f"{in_model}{name}": x for name, x in model.items()}

@@ -232,6 +232,39 @@ def test_dropped_head_and_its_moments_come_back_unchanged(tmp_path):
     assert steps == [2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_tensors_beside_the_run_come_back_with_their_bytes_and_storages(
+    is_zip, tmp_path
+):
+    torch = pytest.importorskip("torch")
+    base = torch.arange(6).to(torch.complex128)
+    others = {
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "views": [base, base[::2], base.reshape(2, 3).T],
+        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.float64)),
+    }
+    weights = {"fc.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)}
+    torch.save(
+        {"model": weights, **others},
+        tmp_path / "a.pt",
+        _use_new_zipfile_serialization=is_zip,
+    )
+    model = Small()
+    load_torch(tmp_path / "a.pt", model)
+    model.fc.bias = model.fc.bias + 1
+    save_torch(tmp_path / "b.pt", model, like=tmp_path / "a.pt")
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert back["model"]["fc.bias"].tolist() == [1, 1]
+    assert back["float8"].dtype == torch.float8_e4m3fn
+    assert torch.equal(back["float8"].float(), torch.ones(3))
+    assert len({view.untyped_storage().data_ptr() for view in back["views"]}) == 1
+    for view, want in zip(back["views"], others["views"], strict=True):
+        assert torch.equal(view, want)
+        assert view.stride() == want.stride()
+    assert isinstance(back["parameter"], torch.nn.Parameter)
+    assert torch.equal(back["parameter"], others["parameter"])
+
+
 def test_parameter_frozen_in_mlx_keeps_its_pytorch_moments(tmp_path):
     small_run(tmp_path)
     model = Small()

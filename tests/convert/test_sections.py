@@ -151,6 +151,7 @@ def test_deepspeed_optimizer_converts_unless_it_is_flat_and_only_as_an_optimizer
     run = there_and_back(tmp_path, checkpoint)
     assert run.scaler is None
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
+    # Loaded in PyTorch, these master weights would undo the steps of MLX.
     assert any("optimizer/fp32_groups" in note for note in run.notes)
     flat = {"state": {0: {"momentum_buffer": mx.zeros(8)}}, "param_groups": [sgd([0])]}
     optimizer["optimizer_state_dict"] = flat
@@ -158,16 +159,6 @@ def test_deepspeed_optimizer_converts_unless_it_is_flat_and_only_as_an_optimizer
     with pytest.raises(ConvertError, match=r"of DeepSpeed.*--optimizer-key ''"):
         load_torch(tmp_path / "a.pt", Small())
     there_and_back(tmp_path, checkpoint, keys={"optimizer": ""})
-
-
-def test_master_weights_next_to_half_precision_weights_are_reported(tmp_path):
-    """As Megatron keeps them; loaded in PyTorch they would undo the steps of MLX."""
-    weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
-    masters = {"fp32_from_fp16_params": [[*small()[0].values()]]}
-    run = there_and_back(
-        tmp_path, {"model": weights, "optimizer": masters | small()[1]}
-    )
-    assert any("optimizer/fp32_from_fp16_params" in note for note in run.notes)
 
 
 def test_indices_that_torch_distributed_writes_as_strings_convert(tmp_path):

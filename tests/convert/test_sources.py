@@ -13,7 +13,7 @@ from golden.sources import gpt
 from golden.sources.data import BEFORE, tokens
 from support.regression import assert_near, mlx_steps, torch_net, torch_steps
 
-from mlx_gradscale.convert.sections import get
+from mlx_gradscale.core.trees import get_at
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 GOLDEN = Path(__file__).parents[1] / "golden" / "sources"
@@ -74,7 +74,7 @@ SOURCES = {
 def torch_losses(name, checkpoint, numbers):
     """Steps in PyTorch with what came back."""
     source = SOURCES[name]
-    weights = get(checkpoint, source.model)
+    weights = get_at(checkpoint, source.model)
     weights = {k.removeprefix(source.prefix): v for k, v in weights.items()}
     net = torch_net()
     if name == "nanogpt":
@@ -86,7 +86,7 @@ def torch_losses(name, checkpoint, numbers):
         parameters = dict(net.named_parameters())
     groups = [{"params": group} for group in source.groups(parameters)]
     optimizer = source.kind(groups, lr=1.0)
-    optimizer.load_state_dict(get(checkpoint, source.optimizer))
+    optimizer.load_state_dict(get_at(checkpoint, source.optimizer))
     if name != "nanogpt":
         return torch_steps(net, optimizer, numbers)
     losses = []

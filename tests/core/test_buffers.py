@@ -143,6 +143,7 @@ def test_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
 
     def loss_fn(x):
         model(x)
+        model.new = mx.zeros(1)
         raise KeyError("no such batch")
 
     if kind == "scale_loss":
@@ -153,3 +154,42 @@ def test_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
     with pytest.raises(KeyError, match="no such batch"):
         function(mx.ones((4, 8)))
     assert [id(x) for _, x in tree_flatten(model.parameters())] == before
+
+
+class InPlace(nn.Module):
+    """Changes a buffer and, if nobody froze it, a trainable array in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.mean, self.queue = mx.zeros(8), [mx.zeros(1), mx.ones(1)]
+
+    def __call__(self, x):
+        self.mean *= 0.5
+        self.mean += mx.stop_gradient(mx.mean(x, axis=0))
+        self.queue.append(self.queue.pop(0))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", ["value_and_grad", "scale_loss"])
+def test_arrays_changed_in_place_or_moved_are_kept_and_buffers_stay_finite(
+    kind, frozen
+):
+    found = []
+    for scaler in (None, GradScaler(64.0)):
+        model = InPlace()
+        if frozen:
+            model.freeze(keys=["mean"], recurse=False)
+        loss_fn, make = mse(model), nn.value_and_grad
+        if scaler is not None and kind == "scale_loss":
+            loss_fn = scaler.scale_loss(loss_fn, model)
+        elif scaler is not None:
+            make = scaler.value_and_grad
+        make(model, loss_fn)(*batch())
+        found.append((model.mean, model.queue))
+    assert bits(found[0]) == bits(found[1])
+    if frozen:
+        x, y = batch()
+        make(model, loss_fn)(x * INF, y)
+        assert bits(model.mean) == bits(found[1][0])

@@ -98,7 +98,7 @@ def test_parameters_with_the_same_dotted_path_are_refused():
     ("gradients", "message"),
     [
         ({"x": mx.ones(2)}, "'x', but no such parameter"),
-        ({"w": {"x": mx.ones(2)}}, "'w', but no such parameter"),
+        ({"w": {"x": mx.ones(2)}}, "'w.x', but no such parameter"),
         ({"list": [mx.ones(2)] * 3}, r"'list\.2', but no such parameter"),
         ({"list": mx.ones(2)}, "'list', but no such parameter"),
         ({"w": mx.ones(3)}, r"of 'w' has shape \(3,\)"),

@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import gradients_like
-from support.optimizer_helpers import HALVES, wrapped
+from support.helpers import OPTIMIZERS, gradients_like
+from support.optimizer_helpers import HALVES, Training, wrapped
 
 from mlx_gradscale import LossScaleOptimizer, MasterWeightOptimizer
 
@@ -52,6 +52,31 @@ def test_state_takes_as_many_bytes_per_parameter_as_documented(name, dtype):
     assert taken == (full if dtype == mx.float32 else half)
 
 
+# AdamW takes one kernel in bfloat16; with bias correction or in float16, it takes two.
+@pytest.mark.parametrize(
+    ("name", "dtype", "compiled"),
+    [
+        *[(name, mx.bfloat16, False) for name in OPTIMIZERS],
+        *[(name, mx.float16, False) for name in ("AdamW", "SGD momentum", "Muon")],
+        pytest.param("AdamW", mx.bfloat16, True, marks=pytest.mark.compiles),
+        pytest.param("AdamW corrected", mx.bfloat16, True, marks=pytest.mark.compiles),
+        pytest.param("AdamW", mx.float16, True, marks=pytest.mark.compiles),
+    ],
+)
+def test_run_in_8_bits_resumes_bit_identically(name, dtype, compiled):
+    runs = [
+        Training(OPTIMIZERS[name](), dtype, compiled, max_grad_norm=1.0, state_bits=8)
+        for _ in range(2)
+    ]
+    first, second = runs
+    first.run(range(3), bad=(1,))
+    second.model.update(first.model.parameters())
+    second.optimizer.state = dict(tree_flatten(first.optimizer.state))
+    for run in runs:
+        run.run(range(3, 6), bad=(4,))
+    assert first.everything() == second.everything()
+
+
 @pytest.mark.parametrize("state_bits", [16, 8])
 def test_moments_decay_where_rounding_to_the_nearest_would_freeze_them(state_bits):
     start = {"w": mx.linspace(0.5, 2.0, 256)}
@@ -69,9 +94,11 @@ def test_moments_decay_where_rounding_to_the_nearest_would_freeze_them(state_bit
         optimizer.apply_gradients(none, start)
         mx.eval(optimizer.state)
     # To the nearest, v would not change at all.
-    rounded = storage.encode(optimizer.optimizer, (256,), {"m": first, "v": first})
+    rounded = storage.encode(
+        optimizer.optimizer, (256,), {"m": first, "v": first}
+    ).moments
     smaller = {"m": first * 0.999, "v": first * 0.999}
-    again = storage.encode(optimizer.optimizer, (256,), smaller)
+    again = storage.encode(optimizer.optimizer, (256,), smaller).moments
     assert mx.array_equal(again["v"], rounded["v"])
     # A code of 8 bits is 28 percent from the next.
     decay = mx.log(second_moment() / first)

@@ -170,7 +170,7 @@ def round_moments(state_bits, optimizer):
         factor = mx.array(1 + (both - 1) / np.float32(128))
         if state_bits == 8 and type(part) in (optim.Adam, optim.AdamW):
             dither = STORAGES[8].dither(part.step)[:2]
-            box.update(decode(encode(box, part.eps, *dither), part.eps))
+            box.update(decode(encode(box, part.eps, *dither).moments, part.eps))
             continue
         for key, x in box.items():
             # Adafactor's rows and columns are not of their parameter's shape.

@@ -38,6 +38,16 @@ def test_compute_dtypes_names_the_first_promoted_layer_and_keeps_the_model():
     assert bits(model.parameters()) == before
 
 
+def test_compute_dtypes_evaluates_nothing():
+    model, tokens = Masked(), mx.zeros((1, 4096), mx.int32)
+    mx.eval(model.parameters(), tokens)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    compute_dtypes(model, lambda x: model(x).sum(), tokens)
+    # The outputs of each layer have 64 kB and more.
+    assert mx.get_peak_memory() - before < 32_000
+
+
 @pytest.mark.parametrize("how", ["half", "compute_dtype", "float32 layer", "float32"])
 def test_compute_dtypes_reports_no_promotion_in_a_sound_model(how):
     is_half = how in ("half", "float32 layer")

@@ -70,23 +70,24 @@ BACKWARD = {"fc1": 1e4}, 1e-4, mean_square
 CASES = [  # gains, x, loss function, loss scale, cause, layer, text
     ({}, 1.0, mean_square, 1.0, "nothing", None, "compute_dtype= that training uses"),
     ({"fc2": 3e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1.fc2", "blocks.1.fc2 reaches 1.2e+05, above 65504."),
+        "forward", "blocks.1", ": Values reach 1.2e+05, above 65504."),
     ({"fc2": 1e5}, 0.1, mean_square, 1.0,
-        "forward", "blocks.1.fc2", "The output of blocks.1.fc2 is non-finite in"),
+        "forward", "blocks.1.fc2", "The output of blocks.1.fc2 is off by up to"),
     ({"between": 6e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1", "above 65504. The code of blocks.1 computes it."),
+        "forward", "blocks.1", "Values reach 2.4e+05, above 65504."),
     ({"after": 6e4}, 4.0, mean_square, 1.0,
-        "forward", "blocks.1", "The output of blocks.1 reaches"),
+        "forward", "blocks.1", "Values reach 2.4e+05, above 65504."),
     (*BACKWARD, 2.0**10,
-        "gradients", "blocks.1.fc1", "The gradient of the input of blocks.1.fc1"),
+        "gradients", "blocks.0.fc2", "The gradients of blocks.0.fc2.weight, "),
     (*BACKWARD, 1.0, "nothing", None, "The loss is finite ("),
     ({}, 3e4, small_gradient_of_a_large_input, 1.0,
-        "gradients", "blocks.1.fc2", "parameter blocks.1.fc2.weight"),
+        "gradients", "blocks.1.fc2", "The gradients of blocks.1.fc2.weight are NaN"),
     ({}, 300.0, lambda model, x: model(x).square().sum(), 1.0,
         "loss", None, "The loss itself is inf at a loss scale of 2^0, "),
     ({}, 1.0, lambda model, x: model(x).mean(), 65536.0,
-        "gradients", "", "The gradient of the output of the model is"),
-    ({}, 0.0, root, 2.0**10, "derivative", "", "non-finite values even in float32"),
+        "gradients", "blocks.2.fc2", "The gradients of blocks.2.fc2.weight,"),
+    ({}, 0.0, root, 2.0**10,
+        "derivative", "blocks.2.fc2", "non-finite gradients even in float32"),
 ]  # fmt: skip
 
 
@@ -139,8 +140,8 @@ def test_explain_overflow_reports_an_input_that_overflows_in_the_cast():
         return explain_overflow(model, loss_fn, x, **options)
 
     report = explained()
-    assert (report.cause, report.layer) == ("forward", None)
-    assert "The input of the model" in str(report)
+    assert (report.cause, report.layer) == ("forward", "")
+    assert "The input of the model reaches 2.5e+05, above 65504." in str(report)
     assert explained(cast_inputs=False).cause == "nothing"
 
 
@@ -173,19 +174,7 @@ def test_explain_overflow_sees_checkpointed_and_compiled_layers():
         return h.astype(mx.float32).square().mean()
 
     report = explain(model, loss_fn=loss_fn, scale=2.0**10)
-    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
-
-
-def test_explain_overflow_knows_the_caller_of_a_checkpointed_layer():
-    class Checkpointed(Net):
-        def __call__(self, x):
-            x = self.blocks[0](x)
-            return nn.utils.checkpoint(self.blocks[1])(x * 1e-4) * 1e4
-
-    # The gradient overflows in the model, by its 1e4, on the way to the layer.
-    report = explain(Checkpointed(), scale=2.0**10)
-    assert (report.cause, report.layer) == ("gradients", "blocks.1")
-    assert "The gradient of the output of blocks.1 is NaN or inf." in str(report)
+    assert (report.cause, report.layer) == ("gradients", "blocks.0.fc2")
 
 
 @pytest.mark.parametrize("dtype", [None, HALF])

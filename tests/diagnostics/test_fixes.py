@@ -41,20 +41,20 @@ def train(model, loss_fn, optimizer, steps=20):
 LAST, BLOCK = ["layers.2 to the loss"], "blocks.1"
 # The cause, the layer and the fix that the report gives at a scale of 65536.
 ADVICE = {
-    "residual": ("forward", f"{BLOCK}.norms.3", ["blocks.1 to norm"]),
+    "residual": ("forward", BLOCK, ["blocks.1 to norm"]),
     "mlp": ("forward", f"{BLOCK}.mlp", ["blocks.1.mlp"]),
     "attention": ("forward", f"{BLOCK}.attention", ["blocks.1.attention"]),
     "loss": ("loss", None, ["head to the loss"]),
     "norm": ("forward", f"{BLOCK}.norms.0",
         ["blocks.1.norms.0", "blocks.1.norms.2", "norm"]),
-    "stream": ("forward", "blocks.0.norms.3", ["blocks.0 to norm"]),
+    "stream": ("forward", "blocks.0", ["blocks.0 to norm"]),
     "large weights": ("forward", f"{BLOCK}.mlp.up",
         ["blocks.1.mlp.up to blocks.1.mlp.down"]),
     "norm by sum": ("forward", "blocks.0.norms.0",
         [*(f"blocks.{i}.norms.{j}" for i in (0, 1) for j in (0, 2)), "norm"]),
     "no overflow": ("nothing", None, None),
     "batch norm": ("forward", "layers.1", ["layers.1"]),
-    "cosine": ("gradients", "", None),
+    "cosine": ("gradients", "layers.2", None),
     "KL divergence": ("loss", None, LAST),
     "log of softmax": ("loss", None, LAST),
     "sum of squares": ("loss", None, LAST),

@@ -148,13 +148,11 @@ def test_file_that_is_no_history_is_refused_and_unchanged(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_history_refuses_wrong_suffixes_optimizers_and_losses(tmp_path):
+def test_history_refuses_wrong_suffixes_and_optimizers(tmp_path):
     for use in (ScaleHistory, ScaleHistory.load):
         with pytest.raises(ValueError, match=r"must end in \.csv, got 'run\.jsonl'"):
             use(tmp_path / "run.jsonl")
     history = ScaleHistory()
     with pytest.raises(TypeError, match="GradScaler"):
         history.record(optim.SGD(0.1), loss=1.0)
-    with pytest.raises(ValueError, match="must be single numbers"):
-        history.record(GradScaler(), loss=mx.ones(3))
     assert history.records == []

@@ -38,12 +38,11 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_next_writer_removes_temporary_folders_of_killed_writers(tmp_path):
+def test_next_save_removes_temporary_folders_of_killed_writers(tmp_path):
     (tmp_path / LEFTOVER).mkdir()
     (tmp_path / LEFTOVER / "new").write_text("half")
-    write("folder", tmp_path / "out")
-    assert names(tmp_path) == {"out"}
-    assert owner(tmp_path / "out") == "mine"
+    save_checkpoint(tmp_path, *small())
+    assert names(tmp_path) == {"save-000001"}
 
 
 @each_kind
@@ -92,8 +91,8 @@ def test_files_with_similar_names_are_neither_opened_nor_removed(tmp_path):
     (tmp_path / LEFTOVER).symlink_to(LEFTOVER[1:])
     os.mkfifo(tmp_path / ".mlx_gradscale-fedcba9876543210.tmp")
     before = names(tmp_path)
-    write("folder", tmp_path / "out")
-    assert names(tmp_path) == before | {"out"}
+    save_checkpoint(tmp_path, *small())
+    assert names(tmp_path) == before | {"save-000001"}
 
 
 def test_folder_replaces_an_empty_folder_but_never_a_file(tmp_path):

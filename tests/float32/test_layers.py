@@ -117,6 +117,15 @@ def test_float32_layers_prevent_an_overflow_until_they_are_removed():
     assert not all_finite(model(TOKENS))
 
 
+def test_layer_that_was_replaced_is_selected_again_by_another_call():
+    model = make_net()
+    float32_layers(model, "blocks.0.mlp")
+    model.blocks[0].mlp = Mlp()
+    assert list_layers(model) == []
+    float32_layers(model, "blocks.0.mlp")
+    assert list_layers(model) == ["blocks.0.mlp"]
+
+
 def test_float32_layer_is_an_instance_of_its_class_and_prints_like_one():
     model = make_net()
     text = repr(model)

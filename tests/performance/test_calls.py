@@ -13,9 +13,11 @@ import pytest
 from support.optimizer_helpers import loop_of
 
 import mlx_gradscale
+from mlx_gradscale import grad_checkpoint
 
-# Calls for each leaf of one gradient and of one step.
-GRADIENT, STEP = 6, 6
+# Calls for each leaf of one gradient and of one step, and for each layer that is
+# recomputed, which has four modules and four parameters.
+GRADIENT, STEP, RECOMPUTATION = 6, 6, 84
 COUNTED = (str(Path(mlx_gradscale.__file__).parent) + os.sep, mlx.utils.__file__)
 
 
@@ -69,3 +71,21 @@ def test_eager_step_calls_few_functions_per_leaf(kind):
     per_leaf = [(b - a) / 100 for a, b in zip(few, many, strict=True)]
     assert per_leaf[0] <= GRADIENT, per_leaf
     assert per_leaf[1] <= STEP, per_leaf
+
+
+def test_recomputation_calls_few_functions_per_layer():
+    counts = []
+    for n in (4, 8):
+        model = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+                for _ in range(n)
+            )
+        )
+        loss_and_grad = nn.value_and_grad(model, lambda x, m=model: m(x).sum())
+        x = mx.ones((1, 4))
+        plain = calls(lambda f=loss_and_grad, x=x: f(x))
+        grad_checkpoint(model)
+        counts.append(calls(lambda f=loss_and_grad, x=x: f(x)) - plain)
+    per_layer = (counts[1] - counts[0]) / 4
+    assert per_layer <= RECOMPUTATION, per_layer

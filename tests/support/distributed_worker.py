@@ -52,6 +52,7 @@ def overflow_on_one_rank_skips_the_step_on_all_ranks(group):
         optim.AdamW(1e-2),
         GradScaler(**SCALER),
         max_grad_norm=1.0,
+        state_bits=32 if group.size() == 2 else 8,
         group=group,
         average=True,
     )

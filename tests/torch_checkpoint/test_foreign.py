@@ -207,6 +207,12 @@ def test_placeholders_with_equal_names_are_equal_dict_keys():
     assert save_bytes(found).count(b"cx\nY\n") == 1
 
 
+def test_nested_class_is_not_confused_with_a_class_of_a_module():
+    both = [Placeholder("a", "b.C"), Placeholder("a.b", "C")]
+    back = torch_checkpoint.load(save_bytes(both))
+    assert [(x.module, x.name) for x in back] == [("a", "b.C"), ("a.b", "C")]
+
+
 # Files that lie.
 
 

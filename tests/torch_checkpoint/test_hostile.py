@@ -104,7 +104,7 @@ def test_loading_a_hostile_pickle_runs_no_code(tmp_path, protocol):
             return Path.touch, (marker,)
 
     evil = pickle.dumps({"x": Evil()}, protocol=protocol)
-    with suppress(CheckpointError):  # protocols 0 and 1 are not read
+    with suppress(CheckpointError):  # protocol 0 makes dicts in another way
         found = torch_checkpoint.load(pack({"data.pkl": evil}))["x"]
         assert found.path == "pathlib.Path.touch"
         assert isinstance(plain_value(found), Placeholder)
@@ -119,12 +119,7 @@ def test_unsupported_opcodes_are_refused():
     refused_names = {
         op.name for op in pickletools.opcodes if ord(op.code) not in unpickler._ACTIONS
     }
-    assert refused_names == {
-        *("INT", "LONG", "FLOAT", "STRING", "UNICODE"),
-        *("LIST", "DICT", "DUP", "PUT", "GET"),
-        *("EXT1", "EXT2", "EXT4", "OBJ", "INST", "NEWOBJ_EX"),
-        *("PERSID", "NEXT_BUFFER", "READONLY_BUFFER"),
-    }
+    assert refused_names == unpickler._REFUSED
     for op in pickletools.opcodes:
         if op.name in refused_names:
             refused(pickled(op.code.encode("latin1")), "not an instruction")
@@ -210,7 +205,7 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(strides=(-1,)), "are invalid"),
         (tensor(shape=(2, 2), strides=(3, 1)), "outside its storage"),
         (tensor(shape=(2,), strides=(2**62,)), "outside its storage"),
-        (tensor(shape=(2, 2), strides=(1,)), "are invalid"),
+        (tensor(shape=(2, 2), strides=(1,)), "damaged or cut off"),
         (tensor(shape=(1,) * 33, strides=(1,) * 33), "are invalid"),
         (tensor(shape=(2**31,), strides=(0,)), "are invalid"),
         (tensor(shape=(2,), strides=(2**63,)), "are invalid"),
@@ -282,7 +277,8 @@ def test_tensor_with_attributes_requires_a_known_function_and_class():
         return pickled(itself + b"(" + function + kind + arguments + b"}tR")
 
     assert torch_checkpoint.load(made(plain, own)).tolist() == [0, 0, 0, 0]
-    for function in (itself, own, theirs):
+    refused(made(itself, own), WRONG)
+    for function in (own, theirs):
         refused(made(function, own), "unknown class")
     refused(made(plain, theirs), "unknown class")
     refused(made(b"N", own), WRONG)

@@ -222,8 +222,6 @@ def test_killed_lora_run_resumes_bit_identically(
         given = arguments(place, tmp_path / name, *others, *more)
         capsys.readouterr()
         with monkeypatch.context() as patch:
-            # --grad-checkpoint replaces it for good.
-            patch.setattr(Block, "__call__", Block.__call__)
             reports = collect_reports(patch)
             with contextlib.suppress(KilledError):
                 main([*given, "--history", str(tmp_path / f"{name}.csv")])
@@ -257,6 +255,23 @@ def test_killed_lora_run_resumes_bit_identically(
     for name in (name for name in names if name.endswith(".safetensors")):
         one, other = (mx.load(str(tmp_path / x / name)) for x in ("whole", "killed"))
         assert all(mx.array_equal(one[path], other[path]) for path in one)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_grad_checkpoint_flag_changes_no_loss_or_weight_with_dropout(
+    kind, place, tmp_path
+):
+    call = Block.__call__
+    more = (*FULL,) if kind == "full" else yaml(tmp_path, CONFIG)
+    found = []
+    for flags in ((), ("--grad-checkpoint",)):
+        folder = tmp_path / f"{kind}{len(flags)}"
+        given = (*more, *flags, "--iters", "4", "--history", f"{folder}.csv")
+        assert main(arguments(place, folder, *given)) == 0
+        weights = mx.load(str(folder / "adapters.safetensors"))
+        found.append((steps(f"{folder}.csv"), bits(weights)))
+    assert found[0] == found[1]
+    assert Block.__call__ is call  # mlx-lm replaces it for the whole process
 
 
 class KilledError(Exception):

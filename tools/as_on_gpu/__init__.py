@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,18 +101,6 @@ def _parse(line: str) -> Launch:
     count, moved, elements, buffers = map(int, numbers)
     read, written = tuple(inputs.split()), tuple(outputs.split())
     return Launch(primitive, count, moved, elements, buffers, read, written)
-
-
-def table(launches: list[Launch]) -> str:
-    """Return launches and bytes in total and by primitive, as text."""
-    counts, moved = Counter[str](), Counter[str]()
-    for launch in launches:
-        for name in ("total", launch.primitive):
-            counts[name] += launch.count
-            moved[name] += launch.bytes
-    lines = [f"{'':12} {'launches':>9} {'bytes':>14}"]
-    lines += [f"{name:12} {n:9,} {moved[name]:14,}" for name, n in counts.most_common()]
-    return "\n".join(lines)
 
 
 def why_not() -> str | None:
