@@ -8,12 +8,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tools import as_on_gpu
 
 # Times are no part of any test here, and the machine may be busy.
-settings.register_profile("mlx", deadline=None)
+slow = [HealthCheck.too_slow]
+settings.register_profile("mlx", deadline=None, suppress_health_check=slow)
 settings.load_profile("mlx")
 
 TESTS = Path(__file__).parent

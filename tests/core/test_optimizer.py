@@ -8,7 +8,7 @@ from mlx.utils import tree_map
 from support.helpers import INF, NAN, gradients_like, parameters, pickled
 from support.optimizer_helpers import assert_near, wrapped
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e3, np.float32(2), INF])
@@ -72,3 +72,17 @@ def test_learning_rate_and_step_in_the_state_belong_to_the_wrapped_optimizer():
         optimizer.state["nonsense"]
     with pytest.raises(KeyError, match="nonsense"):
         optimizer.state["nonsense"] = mx.array(1.0)
+
+
+def test_repr_shows_the_scale_and_the_settings_that_are_not_defaults():
+    scaler = GradScaler(8.0)
+    assert repr(scaler) == "GradScaler(scale=8.0, skipped_steps=0)"
+    assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+    optimizer = MasterWeightOptimizer(optim.Lion(0.1))
+    assert repr(optimizer) == "MasterWeightOptimizer(Lion)"
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(0.1), scaler, max_grad_norm=1.0, state_bits=16
+    )
+    assert repr(optimizer) == (
+        f"LossScaleOptimizer(AdamW, {scaler!r}, max_grad_norm=1.0, state_bits=16)"
+    )

@@ -139,7 +139,5 @@ class Machine(RuleBasedStateMachine):
             np.testing.assert_allclose(found["w"], expected, rtol=1e-6, atol=1e-6)
 
 
-Machine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None
-)
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestScalerFollowsTheReferenceThroughRandomCalls = Machine.TestCase

@@ -6,7 +6,7 @@ import mlx.optimizers as optim
 import pytest
 from support.helpers import INF, Mlp, batch, bits, mse
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.core.masters import to_float32
 
 
@@ -134,17 +134,3 @@ def test_gradients_scaled_outside_of_a_compiled_step_follow_its_scale():
     for i in range(4):
         step(scaler.scale(mx.ones(1)))
         assert model.w.item() == -1.0 - i
-
-
-def test_repr_shows_the_scale_and_the_settings_that_are_not_defaults():
-    scaler = GradScaler(8.0)
-    assert repr(scaler) == "GradScaler(scale=8.0, skipped_steps=0)"
-    assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
-    optimizer = MasterWeightOptimizer(optim.Lion(0.1))
-    assert repr(optimizer) == "MasterWeightOptimizer(Lion)"
-    optimizer = LossScaleOptimizer(
-        optim.AdamW(0.1), scaler, max_grad_norm=1.0, state_bits=16
-    )
-    assert repr(optimizer) == (
-        f"LossScaleOptimizer(AdamW, {scaler!r}, max_grad_norm=1.0, state_bits=16)"
-    )
