@@ -88,7 +88,8 @@ def compute_dtypes(
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, args, kwargs, casting)
-    *calls, _ = trace(trial)[0].walk()
+    call, _ = trace(trial, evaluate=False)
+    *calls, _ = call.walk()
     return DtypeReport(tuple(call for call in calls if not call.is_float32))
 
 

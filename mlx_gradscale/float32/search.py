@@ -54,18 +54,18 @@ def find_float32_layers(
 ) -> Float32Search:
     """Find the layers that must compute in float32, and verify that they suffice.
 
-    Every batch runs once in float32, and each layer also in half precision on the same
-    inputs. If a value between layers comes within a factor of ``margin`` of the dtype's
-    maximum, 65504 for float16, the search selects all layers from the one that computes
-    this value to the last one that reads it. If the loss in half precision still
-    differs from float32, it also selects the layers whose outputs differ. Finally, the
-    gradients of the whole model must match float32.
+    Every batch runs in float32. If a value between layers comes within a factor of
+    ``margin`` of the dtype's maximum, 65504 for float16, the search selects all layers
+    from the one that computes this value to the last one that reads it. If the loss in
+    half precision still differs from float32, each layer also runs in half precision on
+    its float32 inputs, and the layers that differ are selected. Finally, the gradients
+    of the whole model must match float32.
 
-    For each batch, this takes the time of about five training steps in float32 if no
-    layers are wrong, and of at most about forty. The model must fit into memory in
-    float32, with the gradients of two passes. On a terminal, a search that takes longer
-    than three seconds prints its runs to stderr. The search does not change the model.
-    Pass the result to :func:`mlx_gradscale.float32_layers`, or save it for later.
+    For each batch, this takes the time of about three training steps if no layers are
+    wrong, and of at most about forty. The model must fit into memory in float32, with
+    the gradients of two passes. On a terminal, a search that takes longer than three
+    seconds prints its runs to stderr. The search does not change the model. Pass the
+    result to :func:`mlx_gradscale.float32_layers`, or save it for later.
 
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
@@ -136,9 +136,9 @@ def search(
     """Run the search of :func:`find_float32_layers` on one trial per batch."""
     state, problem = _Search(trials[0], tolerance, margin), ""
     try:
-        traced = [(trial, *state.cover(trial)) for trial in trials]
-        for each in traced:
-            state.fix_loss(*each)
+        losses = [state.cover(trial) for trial in trials]
+        for trial, expected in zip(trials, losses, strict=True):
+            state.fix_loss(trial, expected)
         for trial in trials:
             state.check_gradients(trial)
     except NoFixFound as error:
@@ -170,14 +170,6 @@ class _Search:
         if sys.stderr.isatty() and time.monotonic() - self._start >= _DELAY:
             text = f"Search for float32 layers, run {self._count}: {run}"
             print(text, file=sys.stderr, flush=True)
-
-    def _trace(self, trial: Trial, where: Iterable[str]) -> tuple[Call, float]:
-        """Trace a batch in float32, with the errors of layers besides these."""
-        self._show(f"{trial.name} in float32")
-        with preserved(self._model):
-            float32_layers(self._model, list(where))
-            with trial.in_float32() as exact:
-                return trace(exact, self._half)
 
     def _loss(self, trial: Trial, where: Iterable[str]) -> float:
         """Return the loss in half precision with these float32 layers."""
@@ -211,9 +203,11 @@ class _Search:
 
     # Large values between layers, as measured in the float32 run.
 
-    def cover(self, trial: Trial) -> tuple[Call, float]:
-        """Select the layers that exchange large values; return a trace of the batch."""
-        call, loss = self._trace(trial, [])
+    def cover(self, trial: Trial) -> float:
+        """Select the layers that exchange large values; return the loss in float32."""
+        self._show(f"{trial.name} in float32")
+        with trial.in_float32() as exact:
+            call, loss = trace(exact)
         if not math.isfinite(loss):
             *_, text = find_bad_input(trial)
             bad = (x.path for x in call.walk() if x.largest_output == math.inf)
@@ -231,7 +225,7 @@ class _Search:
         batch = floats((trial.args, trial.kwargs))
         self._given = {float(magnitude([x])) for x in batch}
         self._cover(call)
-        return call, loss
+        return loss
 
     def _is_large(self, size: float) -> bool:
         return size >= self._large and size not in self._given
@@ -284,14 +278,17 @@ class _Search:
 
     # Layers that are wrong in half precision.
 
-    def fix_loss(self, trial: Trial, call: Call, expected: float) -> None:
+    def fix_loss(self, trial: Trial, expected: float) -> None:
         """Select layers until the loss of this batch agrees with float32."""
         for _ in range(_ROUNDS):
             loss = self._loss(trial, self.reasons)
             if not is_loss_off(loss, expected, self._tolerance):
                 return
-            if self.reasons:
-                call, _ = self._trace(trial, self.reasons)
+            self._show(f"{trial.name} in float32, and each layer in half precision")
+            with preserved(self._model):
+                float32_layers(self._model, list(self.reasons))
+                with trial.in_float32() as exact:
+                    call, _ = trace(exact, self._half)
             found = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
             why = {x.path or "": self._describe(x) for x in found}
             if not why and (last := self._find_last_layer(trial, call, expected)):

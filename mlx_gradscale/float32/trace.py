@@ -57,13 +57,15 @@ class Call:
         yield self
 
 
-def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
+def trace(
+    trial: Trial, half: mx.Dtype | None = None, evaluate: bool = True
+) -> tuple[Call, float]:
     """Run a batch forward; return the call of the loss function, and the loss.
 
     With ``half``, each layer also runs in half precision on the same inputs, so that
     its error is its own. Inputs and weights outside the range are clipped, such as a
     mask of float32's lowest number. A layer runs once more for each layer that contains
-    it. Without ``half``, only the dtypes are known, and nothing is evaluated.
+    it. Without ``evaluate``, only the dtypes are known.
     """
     root = running = Call(None)
     is_idle = False  # while a layer runs in half precision, and in the backward pass
@@ -86,7 +88,7 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
         outputs = function(*args, **kwargs)
         running, found = caller, floats(outputs)
         call.inputs, call.outputs = (tuple(x.dtype for x in y) for y in (given, found))
-        if half is not None:
+        if evaluate:
             call.largest_input, call.largest_output = magnitude(given), magnitude(found)
             call.error = _distance(found, in_half)
         return outputs
@@ -105,7 +107,7 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, float]:
         loss, _ = replace(trial, loss_fn=loss_fn).differentiate()
     names = "largest_input", "largest_output", "error"
     fields = [(call, name) for call in root.walk() for name in names]
-    if half is None:
+    if not evaluate:
         return root, math.nan
     mx.eval([getattr(*each) for each in fields], loss)
     for call, name in fields:
