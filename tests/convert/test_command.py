@@ -257,7 +257,7 @@ def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_pat
          "import sys; sys.modules['torch'] = None; "
          "from mlx_gradscale.convert import main; sys.exit(main())",
          "--torch-path", "a.pt", "--mlx-path", "run", "--model", "my_model:Net"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

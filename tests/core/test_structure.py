@@ -77,7 +77,7 @@ def test_importing_the_core_alone_imports_every_file_of_it_and_no_other():
         [sys.executable, "-W", "error", "-c", IMPORT_ALONE, str(CORE.parent)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert ended.returncode == 0, ended.stderr
     core = "mlx_gradscale.core"

@@ -206,5 +206,5 @@ def test_error_without_matplotlib_names_the_plot_extra(run):
         "except ImportError as error: print(error)\n"
     )
     command = [sys.executable, "-c", program, str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert "mlx_gradscale[plot]" in done.stdout, done.stderr
