@@ -222,7 +222,8 @@ class _Outside:
         identity: Any = mx.custom_function(lambda loss, originals: loss)
         identity.vjp(vjp)
         identity.jvp(_refuse)
-        # MLX calls this in place of the identity, which would lose its vjp.
+        # Without this rule, MLX would put the plain function in place of the identity:
+        # a gradient taken outside mx.vmap would be zero instead of raising.
         identity.vmap(lambda xs, axes: (_value(xs[0], _token(xs[1])), axes[0]))
         outer: mx.array = identity(loss, self._originals)
         return outer

@@ -86,7 +86,7 @@ def inspect(
     """
     ranks, masters, norms = participant.ranks, participant.masters, participant.norms
     casts_first = fusion.casts_first()
-    # The check reads every gradient as the backward pass left it.
+    # The check reads lazy gradients as the backward pass left them, others as they are.
     sources: ByPath = {}
     others: ByPath = {}
     scaled, unscaled, parameters, stored = {}, {}, {}, {}
@@ -139,7 +139,8 @@ def update_parameter(
 ) -> tuple[mx.array, Stored, list[mx.array]]:
     """Return the new parameter, what stores its master weight, and the new moments.
 
-    If ``applied`` is false, all of them are bit-identical to the old ones.
+    If ``applied`` is false, all of them are bit-identical to the old ones. Only a
+    weight that the user has replaced becomes its own master in any case.
     """
     old = {name: x for name, x in flatten(moments) if isinstance(x, mx.array)}
     # Metal may abort on a kernel without elements, and Adafactor would divide by zero.

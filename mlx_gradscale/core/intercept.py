@@ -71,6 +71,8 @@ def _set_class(module: nn.Module) -> None:
 
 
 class _Quiet:
+    """Keeps a class's own ``__init_subclass__`` from seeing the subclass."""
+
     __slots__ = ()
 
     def __init_subclass__(cls, **_: Any) -> None:

@@ -75,7 +75,7 @@ class Storage:
 
     # The names of the arrays that store a master weight.
     names: tuple[str, ...] = ("masters", "written")
-    # The dtypes of arrays that only this kind stores, apart from those of 32 bits.
+    # The dtypes by which bits_of() recognizes this kind.
     dtypes: tuple[mx.Dtype, ...] = ()
 
     def split(self, master: mx.array, weight: mx.array) -> Stored:

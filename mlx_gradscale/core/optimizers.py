@@ -51,7 +51,7 @@ def check_supported(optimizer: Any) -> None:
 
 
 def is_wrapper(optimizer: Any) -> bool:
-    """Return whether an optimizer is a ``LossScaleOptimizer``."""
+    """Return whether this is a ``MasterWeightOptimizer``, or of a subclass."""
     return hasattr(type(optimizer), "_participant")
 
 

@@ -174,7 +174,8 @@ def adapt_bits(
     if saved == bits or not is_builtin(optimizer):
         return loaded  # another difference, which the caller reports
     if bits != 32:
-        other = "" if saved == 32 else ", or with state_bits=32, which can load any state"
+        any_state = ", or with state_bits=32, which can load any state"
+        other = any_state if saved != 32 else ""
         raise ValueError(
             f"The state was saved with state_bits={saved}, but this optimizer has "
             f"state_bits={bits}. Create the optimizer with state_bits={saved}{other}."

@@ -1,7 +1,7 @@
 """The master weights of an optimizer, and the kinds of storage for its state.
 
 ``state_bits`` selects a :class:`Storage`, which has methods to store master weights and
-moments and to read them back. Nothing else in the core depends on it.
+moments and to read them back. A step depends on ``state_bits`` only through them.
 """
 
 from collections.abc import Mapping
