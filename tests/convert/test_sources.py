@@ -74,7 +74,7 @@ SOURCES = {
 def torch_losses(name, checkpoint, numbers):
     """Steps in PyTorch with what came back."""
     source = SOURCES[name]
-    weights = get_at(checkpoint, source.model)
+    weights = get_at(source.model, checkpoint)
     weights = {k.removeprefix(source.prefix): v for k, v in weights.items()}
     net = torch_net()
     if name == "nanogpt":
@@ -86,7 +86,7 @@ def torch_losses(name, checkpoint, numbers):
         parameters = dict(net.named_parameters())
     groups = [{"params": group} for group in source.groups(parameters)]
     optimizer = source.kind(groups, lr=1.0)
-    optimizer.load_state_dict(get_at(checkpoint, source.optimizer))
+    optimizer.load_state_dict(get_at(source.optimizer, checkpoint))
     if name != "nanogpt":
         return torch_steps(net, optimizer, numbers)
     losses = []
