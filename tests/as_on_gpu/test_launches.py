@@ -170,12 +170,12 @@ def test_mlx_fuses_outputs_with_a_common_root_into_one_kernel():
 
 # Bytes per parameter: kept between steps, and beyond that at the peak of an update. All
 # gradients are in memory before. A parameter waits for the one before, so new arrays
-# replace old ones; in 8 bits, an update has several kernels.
+# replace old ones.
 MEMORY = {
     "float32": (12, 8),
     "bfloat16, 32 bits": (14, 8),
     "bfloat16, 16 bits": (8, 8),
-    "bfloat16, 8 bits": (5, 16),
+    "bfloat16, 8 bits": (5, 3),
 }
 
 
