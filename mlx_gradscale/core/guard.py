@@ -6,6 +6,7 @@ parameter, and ``plan`` calls it for all of them. ``GradScaler`` commits the res
 
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -260,7 +261,7 @@ def _step_on_device(
     for (_, box, key), x in zip(found, selected, strict=True):
         writes.append((box, key, x))
     for part, changed in zip(parts, others, strict=True):
-        writes += [(part.state, key, x) for key, x in changed.items()]
+        writes += zip(repeat(part.state), changed, changed.values(), strict=False)
     return new
 
 

@@ -141,8 +141,11 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 
 def own_values(optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of an optimizer's state that belongs to no parameter."""
-    state = optimizer.state
-    return {k: x for k, x in state.items() if not isinstance(x, CONTAINERS)}
+    values = {}
+    for key, x in optimizer.state.items():
+        if not isinstance(x, CONTAINERS):
+            values[key] = x
+    return values
 
 
 @contextmanager

@@ -55,7 +55,11 @@ def walk(
 
 def slots(tree: Any) -> list[Slot]:
     """List the location of every array in a tree or model."""
-    return [slot for slot, value in walk(tree) if isinstance(value, mx.array)]
+    found = []
+    for slot, value in walk(tree):
+        if isinstance(value, mx.array):
+            found.append(slot)
+    return found
 
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:

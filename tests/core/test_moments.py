@@ -52,15 +52,16 @@ def test_state_takes_as_many_bytes_per_parameter_as_documented(name, dtype):
     assert taken == (full if dtype == mx.float32 else half)
 
 
+COMPILED = [pytest.mark.compiles, pytest.mark.many_kernels]
+
+
 # AdamW takes one kernel in bfloat16; with bias correction or in float16, it takes two.
 @pytest.mark.parametrize(
     ("name", "dtype", "compiled"),
     [
-        *[(name, mx.bfloat16, False) for name in OPTIMIZERS],
-        *[(name, mx.float16, False) for name in ("AdamW", "SGD momentum", "Muon")],
-        pytest.param("AdamW", mx.bfloat16, True, marks=pytest.mark.compiles),
-        pytest.param("AdamW corrected", mx.bfloat16, True, marks=pytest.mark.compiles),
-        pytest.param("AdamW", mx.float16, True, marks=pytest.mark.compiles),
+        *[(name, dtype, False) for name in OPTIMIZERS for dtype in HALVES],
+        *[pytest.param(name, mx.bfloat16, True, marks=COMPILED) for name in OPTIMIZERS],
+        pytest.param("AdamW", mx.float16, True, marks=COMPILED),
     ],
 )
 def test_run_in_8_bits_resumes_bit_identically(name, dtype, compiled):

@@ -56,6 +56,10 @@ def is_shard(path, _):
 
 KINDS = {
     "sharded=True": lambda group: (Net(group, False), wrapper(group, sharded=True)),
+    "8 bits": lambda group: (
+        Net(group, False),
+        wrapper(group, sharded=True, state_bits=8),
+    ),
     "some shards": lambda group: (
         Net(group, False),
         wrapper(group, sharded=is_shard, average=True),
