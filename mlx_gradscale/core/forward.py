@@ -166,7 +166,7 @@ def forward_pass(
         restored = []
         for place, (container, key, new) in _places(models).items():
             old = before[place][2] if place in before else None
-            source = new.source if isinstance(new, Alias) else None
+            source = new.source if type(new) is Alias else None
             if source is not None:
                 new = source
             elif is_cast and id(old) in trained:
