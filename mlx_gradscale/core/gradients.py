@@ -298,10 +298,10 @@ def unscale(scaled: list[mx.array], inverse: mx.array) -> list[mx.array]:
     unscaled: list[mx.array] = []
     for old, x in zip(scaled, _unscale_arrays(scaled, inverse), strict=True):
         known = old.source if isinstance(old, LazyGradient) else None
-        gradient = LazyGradient(x if known is None else old)
-        # An alias, because the user may change the scaled gradient in place.
-        gradient.source = known or (old.astype(old.dtype), inverse)
-        unscaled.append(gradient)
+        # Another object, because the user may change the scaled gradient in place.
+        source = known or (old.astype(old.dtype), inverse)
+        gradient = x if known is None else old
+        unscaled.append(alias_of(gradient, source, LazyGradient))
     return unscaled
 
 

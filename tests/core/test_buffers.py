@@ -193,3 +193,21 @@ def test_arrays_changed_in_place_or_moved_are_kept_and_buffers_stay_finite(
         x, y = batch()
         make(model, loss_fn)(x * INF, y)
         assert bits(model.mean) == bits(found[1][0])
+
+
+@pytest.mark.parametrize("kind", ["value_and_grad", "scale_loss"])
+def test_forward_pass_copies_no_weights(kind):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    model.layers[0].freeze()
+    scaler, x = GradScaler(64.0), mx.ones((1, 512))
+    if kind == "scale_loss":
+        function = scaler.scale_loss(lambda x: mx.sum(model(x)), model)
+    else:
+        function = scaler.value_and_grad(model, lambda x: mx.sum(model(x)))
+    mx.eval(model, x, scaler.state)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = function(x)
+    mx.eval(found if kind == "scale_loss" else found[0])
+    assert mx.get_peak_memory() - before < model.layers[0].weight.nbytes / 8
