@@ -32,12 +32,12 @@ from .optimizers import (
 from .ranks import Ranks
 from .storage import STORAGES, Masters
 from .trees import (
+    FLOATING,
     Leaf,
     Writes,
     commit,
     flatten,
     get_at,
-    is_floating,
     read,
     restore,
     slots,
@@ -102,7 +102,7 @@ def inspect(
             others[path] = gradient
         # Never step integer parameters, even if clipping by hand has made their
         # gradients floating-point.
-        if not is_floating(parameter) or not is_floating(gradient):
+        if not FLOATING.issuperset((parameter.dtype, gradient.dtype)):
             continue
         parameters[path] = parameter
         stored[path] = masters.stored(path, parameter) if masters else {}

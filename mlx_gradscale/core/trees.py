@@ -14,7 +14,7 @@ from mlx.utils import tree_map, tree_map_with_path
 
 CONTAINERS = (dict, list, tuple)
 # The dtypes whose values may be non-finite.
-_INEXACT = {mx.float16, mx.bfloat16, mx.float32, mx.float64, mx.complex64}
+FLOATING = {mx.float16, mx.bfloat16, mx.float32, mx.float64, mx.complex64}
 # The location of an array: its path, its container, and its key in the container.
 Slot = tuple[tuple[Any, ...], Any, Any]
 # (container, key, value) for each array to replace.
@@ -90,12 +90,12 @@ def tree_like(tree: Any, values: Iterable[Any]) -> Any:
 
 def is_floating(x: mx.array) -> bool:
     """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
-    return x.dtype in _INEXACT
+    return x.dtype in FLOATING
 
 
 def has_floating(arrays: Iterable[mx.array]) -> bool:
     """Return whether one of the arrays is floating-point or complex."""
-    return not _INEXACT.isdisjoint(map(attrgetter("dtype"), arrays))
+    return not FLOATING.isdisjoint(map(attrgetter("dtype"), arrays))
 
 
 def dtype_name(x: mx.array) -> str:
