@@ -56,8 +56,9 @@ def grad_checkpoint(layers: Any) -> GradCheckpoint:
     this function after compiling a step, compile the step again.
 
     Calls with an argument that is neither an array, a number or a string nor a list,
-    tuple or dict of these, such as a cache, are not recomputed. Random numbers that do
-    not come from MLX differ when a layer runs again.
+    tuple or dict of these, such as a cache, are not recomputed. A cache object that a
+    layer keeps as an attribute is written again when the layer is recomputed. Random
+    numbers that do not come from MLX differ then.
 
     Args:
         layers (nn.Module or list): A module, a list of modules, or a model whose

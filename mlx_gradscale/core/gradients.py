@@ -1,9 +1,9 @@
 """Differentiate a loss, starting from its scale instead of from 1.
 
 ``mx.vjp`` takes the cotangent of the loss, so the loss itself is never scaled.
-``value_and_grad`` returns the gradients unscaled. ``scale_loss`` is for losses that
-somebody else differentiates: the function differentiates itself, and passes its
-gradients on, unscaled, in the backward pass outside. The scale never leaves it.
+``value_and_grad`` returns the gradients unscaled. ``scale_loss`` wraps a loss that a
+trainer differentiates. The wrapped function differentiates itself and, in the trainer's
+backward pass, passes on unscaled gradients. The scale never leaves the function.
 
 Gradients are unscaled lazily: each refers to the scaled array it came from. If a step
 receives the gradient unmodified, it reads the scaled array and, on a GPU, unscales it
@@ -51,11 +51,12 @@ class Backward:
         is_enabled: bool,
     ) -> Callable[..., Any]:
         """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
-        is_checked = casting.compute_dtype is not None or not is_enabled
+        is_cast = casting.compute_dtype is not None
+        if not is_enabled and not is_cast:
+            plain: Callable[..., Any] = nn.value_and_grad(model, loss_fn)
+            return plain
+        is_checked = is_cast  # then all inputs have the compute dtype
         watch = UpdateWatch()
-
-        if not is_enabled and casting.compute_dtype is None:
-            return nn.value_and_grad(model, loss_fn)  # type: ignore[no-any-return]
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
@@ -95,9 +96,9 @@ class Backward:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
 
-        Inside, the arrays that it is given stand behind ``stop_gradient``. Outside,
-        they get their gradients from the vjp of an identity. Everything else keeps
-        MLX's own gradient.
+        ``loss_fn`` receives its arrays behind ``stop_gradient``. Their gradients come
+        from the vjp of an identity around the loss. Everything else keeps MLX's own
+        gradient.
         """
 
         @wraps(loss_fn)
@@ -171,10 +172,11 @@ class Backward:
 def _refuse(*_: Any) -> NoReturn:
     raise RuntimeError(
         "A loss function from scale_loss() has only first derivatives, in reverse "
-        "mode, and only of its loss. Return all that is added to the loss, such as "
-        "what a layer stores in the model, as part of the loss. Take inner gradients "
-        "inside the function, and gradients inside mx.vmap, not outside. mx.checkpoint "
-        "stores parameters too: use mlx_gradscale.grad_checkpoint instead."
+        "mode, and only of its loss. If you add an array to the loss, such as one that "
+        "a layer stores in the model, include it in the returned loss. Take inner "
+        "gradients inside the function, and gradients inside mx.vmap, not outside. "
+        "mx.checkpoint also stores parameters in the model; use "
+        "mlx_gradscale.grad_checkpoint instead."
     )
 
 
@@ -196,10 +198,10 @@ _value.vmap(lambda inputs, axes: (_value(*inputs), axes[0]))
 
 
 class _Outside:
-    """What the outside of a loss function from ``scale_loss`` gets from the inside.
+    """The results of a loss function from ``scale_loss``, for the code that calls it.
 
-    Only the loss has a gradient with respect to the originals, the arrays that the
-    function is given. Whatever else is differentiated raises there and then.
+    Only the loss has a gradient with respect to the originals, the arrays that are
+    passed to the function. Differentiating any other result raises an error.
     """
 
     def __init__(self, originals: list[mx.array]):

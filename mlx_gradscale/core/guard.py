@@ -286,8 +286,7 @@ def _run(
 
     def wait(x: Any) -> Any:
         # MLX evaluates breadth first. If parameters did not wait for each other, the
-        # intermediate arrays of all of them would be in memory together: in 8 bits, a
-        # step took 24 instead of 5 bytes per parameter.
+        # new arrays of many of them would be in memory beside the old ones.
         return mx.depends(x, done) if done and isinstance(x, mx.array) else x
 
     # A parameter and its moments share a flag, so that their kernel reads only one.

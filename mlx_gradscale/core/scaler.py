@@ -248,7 +248,7 @@ class GradScaler:
         Only the returned loss can be differentiated, and only once: other outputs,
         arrays that the loss stores in a model, and second derivatives raise a
         ``RuntimeError`` where a gradient with respect to them is taken. What the loss
-        leaves in tuples, private attributes or global variables has no gradient.
+        leaves elsewhere, such as in a tuple or a global list, has no gradient.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is

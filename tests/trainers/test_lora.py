@@ -21,6 +21,7 @@ from support.helpers import bits
 from support.lora_parts import make_data, make_model
 from support.ring import run_ranks
 
+from mlx_gradscale import MasterWeightOptimizer
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.float32 import Float32Search
 from mlx_gradscale.float32.layers import computes_in_float32
@@ -386,6 +387,21 @@ def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):
     assert [(s, ok) for *_, s, ok in steps(history)] == [(scale, True)] * 2
     saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
     assert {x.dtype for x in saved.values()} == {dtype}
+
+
+@pytest.mark.parametrize("state_bits", [16, 8])
+def test_state_bits_flag_sets_how_the_state_is_stored(state_bits, place, tmp_path):
+    made, init = [], MasterWeightOptimizer.init
+
+    def note(self, parameters):
+        init(self, parameters)
+        made.append({x.dtype for x in self.state["remainders"].values()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MasterWeightOptimizer, "init", note)
+        flags = (*FULL, "--iters", "1", "--state-bits", str(state_bits))
+        assert main(arguments(place, tmp_path / "a", *flags)) == 0
+    assert made[-1] == {mx.int16 if state_bits == 16 else mx.int8}
 
 
 def test_float32_layers_flag_applies_to_the_trained_model(place, tmp_path, monkeypatch):
