@@ -183,30 +183,24 @@ def plain_setting(value: Any) -> Any:
     return number(value)
 
 
-def find_refused(spec: OptimizerSpec, settings: Settings) -> dict[str, str]:
-    """Return unsupported settings that are on, with what MLX does instead."""
+def find_differences(
+    spec: OptimizerSpec, whose: str, settings: Settings
+) -> dict[str, str]:
+    """Return a sentence for each setting that is on and that the other side lacks."""
     return {
-        key: text
+        key: f"{whose} has {key}={plain_setting(settings[key])!r}. {text}."
         for key, text in (spec.refused | REFUSED).items()
         if plain_setting(settings.get(key)) not in (OFF.get(key, 0), None)
     }
 
 
-def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Return ``{sentence: setting}`` for unsupported settings that are on."""
-    return {
-        f"{whose} has {key}={plain_setting(settings[key])!r}. {text}.": key
-        for key, text in find_refused(spec, settings).items()
-    }
-
-
 def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:
     """Raise unless all differences are accepted; return them as notes."""
-    bad = {text: key for text, key in found.items() if key not in accept}
+    bad = [key for key in found if key not in accept]
     if bad:
-        keys = [*dict.fromkeys(bad.values())]
         raise ConvertError(
-            f"{' '.join(bad)} To convert anyway and ignore the difference, pass "
-            f"accept={keys} ({' '.join(f'--accept {key}' for key in keys)})."
+            f"{' '.join(found[key] for key in bad)} To convert anyway and ignore the "
+            f"difference, pass accept={bad} "
+            f"({' '.join(f'--accept {key}' for key in bad)})."
         )
-    return list(found)
+    return [*found.values()]

@@ -6,6 +6,7 @@ weights and moments, in both directions.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,7 +17,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..files.text import list_some
-from . import hints
 from .files import ConvertError
 from .layouts import AXES, Row, Shape, known_rows, probe_sanitize, try_sanitize
 
@@ -32,6 +32,7 @@ _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 # BatchNorm's step count, which MLX does not have, and get_extra_state() of a module.
 _TORCH_ONLY = ("num_batches_tracked", "_extra_state")
+_SIZES = "Create the MLX model with the sizes of the PyTorch model."
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,16 @@ def make_table(
     found, lost, known, change_model = _find_rows(shapes, options.rename, model)
     owners: dict[int, Row] = {}  # by tensor: several names may be tied
     wrong: list[Row] = []
-    square: list[str] = []  # weights that may be transposed or not
+    turned: list[str] = []  # weights that may be transposed
     for name, row in found.items():
         shape, wanted = shapes[name], [own[n] for n in row.mlx]
         row = replace(row, layout=given.get(name, row.layout))
         if not row.layout:
             row = _check_custom(row, shape, wanted)
-        elif name not in given and row.layout == "same" and len(shape) == 2:
-            square += [name] * (shape[0] == shape[1])
         if row.mlx_shapes(shape) != wanted:
             wrong.append(row)
+        is_free = name not in given and row.layout == "same" and len(shape) == 2
+        turned += [name] * (is_free and shape[::-1] == wanted[0])
         owner = owners.setdefault(id(tensors[name]), row)
         if owner.mlx != row.mlx:
             raise ConvertError(
@@ -118,13 +119,63 @@ def make_table(
                 "before saving."
             )
     if wrong:
-        raise ConvertError(hints.explain_shape(wrong, square, shapes, own))
+        row = wrong[0]
+        is_turned = any(row.torch in turned for row in wrong)
+        hint = _advise_transpose(turned) if is_turned else _SIZES
+        shape, made = shapes[row.torch], row.mlx_shapes(shapes[row.torch])[0]
+        moved = f", or {made} in MLX's layout ({row.layout})" if made != shape else ""
+        raise ConvertError(
+            f"{row.torch} has shape {shape} in PyTorch{moved}, but the MLX model has "
+            f"shape {own[row.mlx[0]]} for {' and '.join(row.mlx)}. {hint}"
+        )
     # If a tensor matches by one of its names, its unmatched names are aliases.
     rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
     lost = [name for name in lost if name not in rows]
     _check_names(rows, lost, known, is_partial=is_adapter(shapes))
     unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
-    return Table(rows, hints.describe_model(model, rows, unused), change_model)
+    return Table(rows, _describe(model, rows, unused), change_model)
+
+
+def _advise_transpose(names: Collection[str]) -> str:
+    """Return advice to transpose weights, with one pattern for all blocks."""
+    patterns = [re.sub(r"(?<![^.])\d+(?=\.)", "*", name[:100]) for name in names]
+    texts = [shlex.quote(f"{each}=transpose") for each in dict.fromkeys(patterns)]
+    return (
+        "If PyTorch stores weights as (in, out), as Transformers' Conv1D does, pass "
+        f"layouts=... ({' '.join(f'--layout {text}' for text in texts[:8])}). Square "
+        "weights are listed because their shapes do not show it."
+    )
+
+
+def _describe(
+    model: nn.Module, rows: Mapping[str, Row], unused: Collection[str]
+) -> list[str]:
+    """Return notes on how an MLX model differs from the PyTorch model."""
+    notes = []
+    if any(row.mlx[0].endswith(".lora_a") for row in rows.values()):
+        notes.append(
+            "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
+            "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to lora_alpha / "
+            "sqrt(r) if use_rslora was set."
+        )
+    if unused:
+        notes.append(
+            f"The MLX model has no parameters for {list_some(unused)}. These tensors "
+            "and their optimizer state are written back to PyTorch unchanged."
+        )
+    grouped = [
+        name or "the model itself"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.GroupNorm)
+        and not layer.pytorch_compatible
+        and 1 < layer.num_groups < layer.dims
+    ]
+    if grouped:
+        notes.append(
+            "These layers group channels differently from PyTorch's GroupNorm: "
+            f"{list_some(grouped)}. Create them with pytorch_compatible=True."
+        )
+    return notes
 
 
 def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> Row:
@@ -227,7 +278,12 @@ def _check_names(
     if is_partial:  # the checkpoint has no base model
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
         if lost and not wanted:
-            raise ConvertError(hints.NO_LORA)
+            raise ConvertError(
+                "The checkpoint contains LoRA adapters, but the MLX model has no LoRA "
+                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers. On "
+                "the command line, do this in a function and pass it as --model "
+                "MODULE:NAME."
+            )
     missing = sorted(wanted - taken.keys())
     problems = []
     if lost:

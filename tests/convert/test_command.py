@@ -72,7 +72,7 @@ def test_convert_command_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, 
         (["--names", "no_such_file"], "No such file"),
         (["--rename", "(=x"], "regular expression"),
         (["--rename", r"nothing=\g<x>"], "regular expression"),
-        (["--model-key", "net"], "no key 'net'"),
+        (["--model-key", "net"], "at keys={'model': 'net'}"),
     ],
 )
 def test_convert_errors_take_one_line_and_leave_no_files(flags, word, tmp_path, capsys):

@@ -51,8 +51,8 @@ def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn)
     parts = model, run.optimizer
     notes = save_torch(tmp_path / "back", *parts, like=source, names=NAMES)
     assert notes[0] == (
-        "Changed to match the optimizer's step: global_step from 3 to 6, "
-        "epoch from 0.5 to 1, last_epoch from 3 to 6, _step_count from 4 to 7."
+        "Changed to match the optimizer's step: last_epoch from 3 to 6, "
+        "_step_count from 4 to 7, global_step from 3 to 6, epoch from 0.5 to 1."
     )
     assert "rng_state.pth" in notes[1]
     assert "scheduler.pt" not in notes[1]

@@ -363,8 +363,7 @@ def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsy
         warnings.simplefilter("error")
         restore_checkpoint(tmp_path / "run", Small(), optimizer)
     take_step(model, optimizer)
-    notes = save_torch(tmp_path / "b.pt", model, optimizer, like=tmp_path / "a.pt")
-    assert "its value for the next step: 0.25" in notes[0]
+    save_torch(tmp_path / "b.pt", model, optimizer, like=tmp_path / "a.pt")
     save_checkpoint(tmp_path / "run", model, optimizer)
     forward(tmp_path / "c.pt", tmp_path / "run")
     for name in ("b.pt", "c.pt"):

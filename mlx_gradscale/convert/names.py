@@ -1,106 +1,19 @@
-"""Read the parameter groups of optimizers, and find the names of their parameters.
-
-A state dict identifies parameters by number or by name. torch.distributed may flatten
-the state dict (``state.<name>.<slot>``) or write the numbers as strings.
-"""
+"""Find the names of an optimizer's parameters, which state dicts rarely store."""
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..files.text import list_some
 from .files import ConvertError
-from .hints import GIVEN_IN_ORDER, advise_names, doubt_order
 from .layouts import Row, Shape
-from .optimizer_table import OPTIMIZERS, OptimizerSpec, plain_setting, recognize
+from .optimizers import Group
 from .rows import Options, bare_name, from_peft
-from .sections import is_flat
-
-Index = int | str
-Slots = dict[str, Any]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@dataclass
-class Group:
-    """A parameter group of a PyTorch optimizer, and its place in the MLX state."""
-
-    held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
-    settings: dict[str, Any]
-    slots: dict[Index, Slots]  # each parameter's state; empty if it has none yet
-    kind: str  # a key of OPTIMIZERS
-    spec: OptimizerSpec
-    rows: dict[Index, Row] = field(default_factory=dict)  # parameters that MLX has
-    step: int = 0  # in the PyTorch checkpoint
-    # The prefix of the group's MLX state: "states.<i>." in a MultiOptimizer, and empty
-    # if one MLX optimizer covers all groups.
-    prefix: str = ""
-
-    def lacks_state(self, index: Index) -> bool:
-        """Return whether the checkpoint lacks any of a parameter's moments."""
-        return any(self.slots[index].get(slot) is None for slot in self.spec.slots)
-
-    def shape(self, index: Index) -> Shape | None:
-        """Return the shape of a parameter's moments, or None if there are none."""
-        moments = [self.slots[index].get(slot) for slot in self.spec.slots]
-        shapes = [tuple(x.shape) for x in moments if x is not None]
-        if len({*shapes}) > 1:
-            raise ValueError(f"the moments of parameter {index} differ in shape")
-        return shapes[0] if shapes else None
-
-    def moments(self) -> Iterator[tuple[Index, Row]]:
-        """Yield the rows that map the parameters' slots to the flat MLX state."""
-        for index, row in self.rows.items():
-            for slot, ours in self.spec.slots.items():
-                names = tuple(f"{self.prefix}{name}.{ours}" for name in row.mlx)
-                yield index, replace(row, torch=slot, mlx=names)
-
-    def write(self) -> None:
-        """Write the settings, and slots that are new, into the state dict."""
-        states = self.held.setdefault("state", {}) if not is_flat(self.held) else None
-        own = {key: x for key, x in self.settings.items() if key != "params"}
-        for index, slots in self.slots.items():
-            if states is None:
-                parts = ("state", slots), ("param_groups", own)
-                self.held |= {
-                    f"{p}.{index}.{k}": x for p, v in parts for k, x in v.items()
-                }
-            elif slots:
-                key = type(next(iter(states), index))(index)  # a number or a string
-                states[key] = slots
-
-
-def read_groups(held: dict[Any, Any]) -> list[Group]:
-    """Return the groups of a nested or flat state dict."""
-    nested = _nest(held) if is_flat(held) else held
-    groups, states = nested["param_groups"], nested.get("state", {})
-    kind = recognize(groups, {slot for slots in states.values() for slot in slots})
-    # torch.distributed.checkpoint writes numbers as strings.
-    by_text = {str(index): slots for index, slots in states.items()}
-    every = [{i: by_text.get(str(i)) or {} for i in x["params"]} for x in groups]
-    pairs = zip(groups, every, strict=True)
-    spec = OPTIMIZERS[kind]
-    return [Group(held, group, slots, kind, spec) for group, slots in pairs]
-
-
-def _nest(held: dict[str, Any]) -> dict[str, Any]:
-    """Return a flat state dict as PyTorch nests it.
-
-    Parameters with equal settings form a group.
-    """
-    parts: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
-    for key, value in held.items():
-        part, _, path = key.partition(".")
-        name, _, last = path.rpartition(".")
-        parts[part].setdefault(name, {})[last] = value
-    groups: dict[str, dict[str, Any]] = {}
-    for name, settings in parts["param_groups"].items():
-        alike = repr(sorted((k, plain_setting(x)) for k, x in settings.items()))
-        groups.setdefault(alike, {**settings, "params": []})["params"].append(name)
-    return parts | {"param_groups": [*groups.values()]}
+# The group and the shape of each parameter; None if it has no state.
+Places = Sequence[tuple[int, Shape | None]]
 
 
 def find_names(
@@ -116,7 +29,6 @@ def find_names(
     tensors, if it is PyTorch's (``is_ordered``), and from shapes. Where several names
     are possible, an error asks for them.
     """
-    # The group and the shape of each parameter.
     places = [(at, x.shape(i)) for at, x in enumerate(groups) for i in x.slots]
     given = _saved_names(groups) if options.names is None else options.names
     if given is None:
@@ -131,8 +43,6 @@ def find_names(
     if not is_known or not is_match:
         # Transformers' Trainer splits the parameters into groups by weight decay.
         names = [names[at] for at in _deal(shapes, places, is_ordered)]
-    elif options.names and len({*places}) > len({shape for _, shape in places}):
-        return names, [GIVEN_IN_ORDER]
     is_doubtful = given is None and any(shape for _, shape in places)
     return names, _describe_doubt(names, tensors, places) if is_doubtful else []
 
@@ -178,12 +88,9 @@ def _match(
         raise ConvertError(
             f"The names must match the optimizer's {count} parameters one to one, but "
             f"the list of {len(given)} names matches {len({*names} - {''})} different "
-            f"tensors of the model.{what} {advise_names(len(given) > count)}"
+            f"tensors of the model.{what} {_advise(len(given) > count)}"
         )
     return names
-
-
-Places = Sequence[tuple[int, Shape | None]]
 
 
 def _deal(shapes: Sequence[Shape], places: Places, is_ordered: bool) -> list[int]:
@@ -207,7 +114,7 @@ def _deal(shapes: Sequence[Shape], places: Places, is_ordered: bool) -> list[int
                 why = "are in a safetensors file, which does not store their order"
             raise ConvertError(
                 f"The order of the optimizer's parameters is unknown: {len(owned)} "
-                f"{what} {why}. {advise_names(len(shapes) > len(places))} The flat "
+                f"{what} {why}. {_advise(len(shapes) > len(places))} The flat "
                 "states of DeepSpeed and fairseq cannot be converted. Leave them out "
                 "with keys={'optimizer': ''} (--optimizer-key '')."
             )
@@ -218,7 +125,7 @@ def _deal(shapes: Sequence[Shape], places: Places, is_ordered: bool) -> list[int
         if order != sorted(order):
             raise ConvertError(
                 "The parameters of the optimizer are in another order than the model's "
-                f"tensors. {advise_names()}"
+                f"tensors. {_advise()}"
             )
     return [found[at] for at in range(len(places))]
 
@@ -237,4 +144,21 @@ def _describe_doubt(
         starts.setdefault(module, (place, tuple(tensors[name].shape)))
     count = Counter(starts.values())
     alike = [module for module, start in starts.items() if count[start] > 1]
-    return [doubt_order(alike)] if alike else []
+    return [
+        "The optimizer does not store the names of its parameters, so the order of the "
+        "model's state dict was used. Shapes alone cannot confirm it, because "
+        f"{list_some(alike, 3)} have equal shapes. If the optimizer was created with "
+        f"another order, their moments are swapped. {_advise()}"
+    ][: len(alike)]
+
+
+def _advise(some_are_left: bool = False) -> str:
+    """Return advice on the names of the optimizer's parameters."""
+    which = " if p.requires_grad" if some_are_left else ""
+    return (
+        "Create the PyTorch optimizer with model.named_parameters() before saving, or "
+        "pass the names of its parameters with names=... (--names FILE). For an "
+        "optimizer of model.parameters(), even if it splits them by weight decay, they "
+        f"are [name for name, p in model.named_parameters(){which}]. Otherwise, list "
+        "them in the optimizer's order, group by group."
+    )
