@@ -213,18 +213,19 @@ def to_torch(
 
     The moments are there already. Return notes.
     """
-    settings, next_rates = run.description["settings"], run.description["next_rates"]
+    parts = list(
+        zip(*map(run.description.get, ("settings", "next_rates")), strict=True)
+    )
     count = len(groups) if groups[0].prefix else 1
-    if len(settings) != count:
+    if len(parts) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
-            f"The MLX run's optimizer count is {len(settings)}, but the original needs "
+            f"The MLX run's optimizer count is {len(parts)}, but the original needs "
             f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
     found: dict[str, str] = {}
     for i, group in enumerate(groups):
-        at = i if group.prefix else 0
-        used, next_rate = settings[at], next_rates[at]
+        used, next_rate = parts[i if group.prefix else 0]
         if used["class"] != group.spec.mlx.__name__:
             raise ConvertError(
                 f"The MLX optimizer is {used['class']}, but the original's optimizer "
@@ -232,30 +233,32 @@ def to_torch(
                 f"{used['class']} as like= (--like)."
             )
         found |= find_differences(group.spec, f"MLX's {used['class']}", used["values"])
-        step, rate = (
-            float(run.optimizer[f"{group.prefix}{key}"])
-            for key in ("step", "learning_rate")
-        )
+        rate = float(run.optimizer[f"{group.prefix}learning_rate"])
         if "learning_rate" in used["schedules"]:
-            if next_rate is not None and math.isfinite(next_rate):
-                rate = next_rate
-            else:
+            if next_rate is None or not math.isfinite(next_rate):
                 found["learning_rate"] = (
                     "The MLX run has a learning rate schedule, but its checkpoint "
                     f"contains only the rate of the last step, {rate:.6g}, and PyTorch "
                     "needs the next one. Restore the checkpoint in MLX with the "
                     "schedule, and save it again."
                 )
-        # PyTorch's version decides whether a step count is a number or an array.
-        old = [x["step"] for x in group.slots.values() if x.get("step") is not None]
-        like = old[0] if old else Tensor.of(mx.array(0.0))
-        for index, row in group.moments() if group.spec.has_step else ():
-            # A parameter that is frozen in MLX keeps its step.
-            if row.mlx[0] in run.optimizer and not group.lacks_state(index):
-                group.slots[index]["step"] = match_type(int(step), like)
+            else:
+                rate = next_rate
+        _write_steps(group, run.optimizer)
         _write_settings(group, used["values"], rate)
         group.write()
     return check_differences(found, accept)
+
+
+def _write_steps(group: Group, state: Mapping[str, Any]) -> None:
+    """Write the step count of the parameters that were trained in MLX."""
+    step = int(number(state[f"{group.prefix}step"]))
+    # PyTorch's version decides whether a step count is a number or an array.
+    old = [x["step"] for x in group.slots.values() if x.get("step") is not None]
+    like = old[0] if old else Tensor.of(mx.array(0.0))
+    for index, row in group.moments() if group.spec.has_step else ():
+        if row.mlx[0] in state and not group.lacks_state(index):
+            group.slots[index]["step"] = match_type(step, like)
 
 
 def _write_settings(group: Group, used: Mapping[str, Any], rate: float) -> None:

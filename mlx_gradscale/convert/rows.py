@@ -6,7 +6,6 @@ weights and moments, in both directions.
 """
 
 import re
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -25,14 +24,13 @@ from .layouts import AXES, Row, Shape, known_rows, probe_sanitize, try_sanitize
 _WRAPPERS = re.compile(
     r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# Prefixes in LightningModules, and in Transformers' GPT-2 with a head.
-_PREFIXES = ("model.", "transformer.")
+# None, and the prefixes in LightningModules and in Transformers' GPT-2 with a head.
+_PREFIXES = ("", "model.", "transformer.")
 # base_model.model.<path>.lora_A[.<adapter>].weight
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 # BatchNorm's step count, which MLX does not have, and get_extra_state() of a module.
 _TORCH_ONLY = ("num_batches_tracked", "_extra_state")
-_SIZES = "Create the MLX model with the sizes of the PyTorch model."
 
 
 @dataclass(frozen=True)
@@ -99,17 +97,27 @@ def make_table(
     own = {name: x.shape for name, x in tree_flatten(model.parameters())}
     found, lost, known, change_model = _find_rows(shapes, options.rename, model)
     owners: dict[int, Row] = {}  # by tensor: several names may be tied
-    wrong: list[Row] = []
-    turned: list[str] = []  # weights that may be transposed
     for name, row in found.items():
         shape, wanted = shapes[name], [own[n] for n in row.mlx]
-        row = replace(row, layout=given.get(name, row.layout))
-        if not row.layout:
-            row = _check_custom(row, shape, wanted)
-        if row.mlx_shapes(shape) != wanted:
-            wrong.append(row)
-        is_free = name not in given and row.layout == "same" and len(shape) == 2
-        turned += [name] * (is_free and shape[::-1] == wanted[0])
+        layout = given.get(name) or row.layout or _find_custom(row, shape, wanted)
+        row = replace(row, layout=layout)
+        made = row.mlx_shapes(shape)
+        if made != wanted:
+            moved = (
+                f", or {made[0]} in MLX's layout ({layout})" if layout != "same" else ""
+            )
+            hint = "Create the MLX model with the sizes of the PyTorch model."
+            if shape[::-1] == wanted[0]:
+                hint = (
+                    "If PyTorch stores weights as (in, out), as Transformers' Conv1D "
+                    "does, pass layouts=... with a pattern for all of them (--layout "
+                    f"'{name}=transpose'). Square weights, whose shapes do not show "
+                    "it, need the same."
+                )
+            raise ConvertError(
+                f"{name} has shape {shape} in PyTorch{moved}, but the MLX model has "
+                f"shape {wanted[0]} for {' and '.join(row.mlx)}. {hint}"
+            )
         owner = owners.setdefault(id(tensors[name]), row)
         if owner.mlx != row.mlx:
             raise ConvertError(
@@ -118,51 +126,10 @@ def make_table(
                 "Tie them in MLX (embedding.as_linear), or untie them in PyTorch "
                 "before saving."
             )
-    if wrong:
-        row = wrong[0]
-        is_turned = any(row.torch in turned for row in wrong)
-        hint = _advise_transpose(turned) if is_turned else _SIZES
-        shape, made = shapes[row.torch], row.mlx_shapes(shapes[row.torch])[0]
-        moved = f", or {made} in MLX's layout ({row.layout})" if made != shape else ""
-        raise ConvertError(
-            f"{row.torch} has shape {shape} in PyTorch{moved}, but the MLX model has "
-            f"shape {own[row.mlx[0]]} for {' and '.join(row.mlx)}. {hint}"
-        )
     # If a tensor matches by one of its names, its unmatched names are aliases.
     rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
     lost = [name for name in lost if name not in rows]
     _check_names(rows, lost, known, is_partial=is_adapter(shapes))
-    unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
-    return Table(rows, _describe(model, rows, unused), change_model)
-
-
-def _advise_transpose(names: Collection[str]) -> str:
-    """Return advice to transpose weights, with one pattern for all blocks."""
-    patterns = [re.sub(r"(?<![^.])\d+(?=\.)", "*", name[:100]) for name in names]
-    texts = [shlex.quote(f"{each}=transpose") for each in dict.fromkeys(patterns)]
-    return (
-        "If PyTorch stores weights as (in, out), as Transformers' Conv1D does, pass "
-        f"layouts=... ({' '.join(f'--layout {text}' for text in texts[:8])}). Square "
-        "weights are listed because their shapes do not show it."
-    )
-
-
-def _describe(
-    model: nn.Module, rows: Mapping[str, Row], unused: Collection[str]
-) -> list[str]:
-    """Return notes on how an MLX model differs from the PyTorch model."""
-    notes = []
-    if any(row.mlx[0].endswith(".lora_a") for row in rows.values()):
-        notes.append(
-            "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
-            "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to lora_alpha / "
-            "sqrt(r) if use_rslora was set."
-        )
-    if unused:
-        notes.append(
-            f"The MLX model has no parameters for {list_some(unused)}. These tensors "
-            "and their optimizer state are written back to PyTorch unchanged."
-        )
     grouped = [
         name or "the model itself"
         for name, layer in model.named_modules()
@@ -170,18 +137,17 @@ def _describe(
         and not layer.pytorch_compatible
         and 1 < layer.num_groups < layer.dims
     ]
-    if grouped:
-        notes.append(
-            "These layers group channels differently from PyTorch's GroupNorm: "
-            f"{list_some(grouped)}. Create them with pytorch_compatible=True."
-        )
-    return notes
+    note = (
+        "These layers group channels differently from PyTorch's GroupNorm: "
+        f"{list_some(grouped)}. Create them with pytorch_compatible=True."
+    )
+    return Table(rows, [note] if grouped else [], change_model)
 
 
-def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> Row:
-    """Return the row of a custom layer; raise if shapes do not tell its layout."""
-    rows = [replace(row, layout=x) for x in ("same", "conv", "conv_transpose")]
-    fits = [each.layout for each in rows if each.mlx_shapes(shape) == wanted]
+def _find_custom(row: Row, shape: Shape, wanted: list[Shape]) -> str:
+    """Return the layout of a custom layer; raise if shapes do not tell it."""
+    layouts = ("same", "conv", "conv_transpose")
+    fits = [x for x in layouts if replace(row, layout=x).mlx_shapes(shape) == wanted]
     if {*fits} - {"same"}:
         flags = " or ".join(f"{row.torch}={layout}" for layout in fits)
         raise ConvertError(
@@ -189,7 +155,7 @@ def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> Row:
             "model. It belongs to a custom layer, so its layout is unknown. Pass it "
             f"with layouts=... (--layout {flags})."
         )
-    return rows[0]
+    return "same"
 
 
 def _match(pattern: str, names: Collection[str]) -> list[str]:
@@ -253,7 +219,7 @@ def _find_rows(
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
     """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
-    for prefix in ("", *_PREFIXES):
+    for prefix in _PREFIXES:
         yield partial(lambda p, name: bare_name(rename(name)).removeprefix(p), prefix)
         yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
 
@@ -275,25 +241,21 @@ def _check_names(
                     "(--drop)."
                 )
     wanted = {name for row in known.values() for name in row.mlx}
+    advice = (
+        "Pass rename=... (or --rename '^net[.]=' to drop the prefix 'net.'), or ignore "
+        "tensors with drop=... (--drop). Recurrent layers and parametrized or pruned "
+        "weights cannot be converted."
+    )
     if is_partial:  # the checkpoint has no base model
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
-        if lost and not wanted:
-            raise ConvertError(
-                "The checkpoint contains LoRA adapters, but the MLX model has no LoRA "
-                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers. On "
-                "the command line, do this in a function and pass it as --model "
-                "MODULE:NAME."
-            )
-    missing = sorted(wanted - taken.keys())
-    problems = []
-    if lost:
-        problems.append(f"The MLX model has no parameter for {list_some(lost)}.")
-    if missing:
-        problems.append(f"The checkpoint has no tensor for {list_some(missing)}.")
-    if problems:
-        drop = ", or ignore them with drop=... (--drop)" if lost else ""
-        raise ConvertError(
-            f"{' '.join(problems)} Pass rename=... (or --rename '^net[.]=' to drop the "
-            f"prefix 'net.'){drop}. "
-            "Recurrent layers and parametrized or pruned weights cannot be converted."
+        advice = (
+            "Add LoRA layers to the MLX model as in the checkpoint, with mlx_lm.tuner."
+            "utils.linear_to_lora_layers. On the command line, pass a function that "
+            "does so as --model MODULE:NAME."
         )
+    missing = sorted(wanted - taken.keys())
+    problems = [f"The MLX model has no parameter for {list_some(lost)}. "] * bool(lost)
+    if missing:
+        problems.append(f"The checkpoint has no tensor for {list_some(missing)}. ")
+    if problems:
+        raise ConvertError("".join(problems) + advice)

@@ -220,7 +220,6 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
         load_torch(tmp_path / "in", model)
     # The names as PyTorch's model.named_parameters() gives them.
     run = load_torch(tmp_path / "in", model, names=tuple(names))
-    assert any("lora_alpha / r" in note for note in run.notes)
     attention = model.layers[1].self_attn
     key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
     assert mx.array_equal(attention.v_proj.lora_b, weights[key].T)
