@@ -146,7 +146,7 @@ def recognize(groups: Sequence[Settings], slots: Iterable[str]) -> str:
     if fits == ["Adam", "AdamW"]:
         flags = {group.get(DECOUPLED) for group in groups}
         # Without weight decay, the two are identical.
-        is_decayed = any(number(group.get("weight_decay", 0)) for group in groups)
+        is_decayed = any(group.get("weight_decay") for group in groups)
         return "AdamW" if flags == {True} or (is_decayed and None in flags) else "Adam"
     if len(fits) == 1:
         return fits[0]
@@ -174,23 +174,27 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bo
     )
 
 
-def plain_setting(value: Any) -> Any:
-    """Convert the arrays in a setting to Python numbers, and tuples to lists."""
-    if isinstance(value, (list, tuple)):
-        if any(isinstance(item, CONTAINERS) for item in value):
-            raise TypeError("a setting is nested")  # and may be endless to print
-        return [number(item) for item in value]
-    return number(value)
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Convert arrays and NumPy scalars in settings to numbers, and tuples to lists."""
+    plain: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, (list, tuple)) and key != "params":
+            if any(isinstance(item, CONTAINERS) for item in value):
+                raise TypeError(f"{key} is nested")  # and may be endless to print
+            plain[key] = [number(item) for item in value]
+        elif key != "params":
+            plain[key] = number(value)
+    return plain
 
 
 def find_differences(
-    spec: OptimizerSpec, whose: str, settings: Settings
+    spec: OptimizerSpec, whose: str, plain: Settings
 ) -> dict[str, str]:
     """Return a sentence for each setting that is on and that the other side lacks."""
     return {
-        key: f"{whose} has {key}={plain_setting(settings[key])!r}. {text}."
+        key: f"{whose} has {key}={plain[key]!r}. {text}."
         for key, text in (spec.refused | REFUSED).items()
-        if plain_setting(settings.get(key)) not in (OFF.get(key, 0), None)
+        if plain.get(key) not in (OFF.get(key, 0), None)
     }
 
 

@@ -29,7 +29,7 @@ from .optimizer_table import (
     OptimizerSpec,
     check_differences,
     find_differences,
-    plain_setting,
+    plain_settings,
     recognize,
 )
 from .sections import is_flat
@@ -46,8 +46,10 @@ class Group:
 
     held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
     settings: dict[str, Any]
+    plain: dict[str, Any]  # the settings as plain numbers and lists
     slots: dict[Index, Slots]  # each parameter's state; empty if it has none yet
     kind: str  # a key of OPTIMIZERS
+    spec: OptimizerSpec
     rows: dict[Index, Row] = field(default_factory=dict)  # parameters that MLX has
     step: int = 0  # in the PyTorch checkpoint
     # The prefix of the group's MLX state: "states.<i>." in a MultiOptimizer, and empty
@@ -55,9 +57,11 @@ class Group:
     prefix: str = ""
 
     @property
-    def spec(self) -> OptimizerSpec:
-        """The optimizer's row in the table."""
-        return OPTIMIZERS[self.kind]
+    def arguments(self) -> dict[str, Any]:
+        """MLX constructor arguments equivalent to the settings."""
+        own = {key: self.plain[key] for key in self.spec.settings}
+        # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array.
+        return own | self.spec.forced | {"learning_rate": float(self.plain["lr"])}
 
     def lacks_state(self, index: Index) -> bool:
         """Return whether the checkpoint lacks any of a parameter's moments."""
@@ -96,14 +100,18 @@ class Group:
 def read_groups(held: dict[Any, Any]) -> list[Group]:
     """Return the groups of a nested or flat state dict."""
     nested = _nest(held) if is_flat(held) else held
-    groups, states = nested["param_groups"], nested.get("state", {})
-    kind = recognize(groups, {slot for slots in states.values() for slot in slots})
+    states = nested.get("state", {})
     # torch.distributed.checkpoint writes numbers as strings.
     by_text = {str(index): slots for index, slots in states.items()}
-    slots = [
-        {i: by_text.get(str(i)) or {} for i in group["params"]} for group in groups
-    ]
-    return [Group(held, *each, kind) for each in zip(groups, slots, strict=True)]
+    every = [(x, plain_settings(x)) for x in nested["param_groups"]]
+    kind = recognize(
+        [plain for _, plain in every], {x for y in states.values() for x in y}
+    )
+    groups = []
+    for settings, plain in every:
+        slots = {i: by_text.get(str(i)) or {} for i in settings["params"]}
+        groups.append(Group(held, settings, plain, slots, kind, OPTIMIZERS[kind]))
+    return groups
 
 
 def _nest(held: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +126,7 @@ def _nest(held: dict[str, Any]) -> dict[str, Any]:
         parts[part].setdefault(name, {})[last] = value
     groups: dict[str, dict[str, Any]] = {}
     for name, settings in parts["param_groups"].items():
-        alike = repr(sorted((k, plain_setting(x)) for k, x in settings.items()))
+        alike = repr(sorted(plain_settings(settings).items()))
         groups.setdefault(alike, {**settings, "params": []})["params"].append(name)
     return parts | {"param_groups": [*groups.values()]}
 
@@ -155,8 +163,8 @@ def plan_groups(
     rules = []
     for group, counts in zip(groups, known, strict=True):
         group.step = next(iter(counts), default)
-        schedule = [number(group.settings.get(key)) for key in SCHEDULED]
-        rules.append((group.kind, group.step, constructor_args(group), schedule))
+        schedule = [group.plain.get(key) for key in SCHEDULED]
+        rules.append((group.kind, group.step, group.arguments, schedule))
     # Each group needs its own MLX optimizer if update rules, rates or steps differ.
     if any(rule != rules[0] for rule in rules):
         for i, group in enumerate(groups):
@@ -167,10 +175,10 @@ def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
     """Raise if MLX would update differently, unless accepted; return notes."""
     found: dict[str, str] = {}
     for group in groups:
-        spec, settings = group.spec, group.settings
-        found |= find_differences(spec, group.kind, settings)
-        is_decayed = group.kind == "AdamW" and plain_setting(settings["weight_decay"])
-        if is_decayed and settings.get(DECOUPLED) is not True:
+        spec, plain = group.spec, group.plain
+        found |= find_differences(spec, group.kind, plain)
+        is_decayed = group.kind == "AdamW" and plain["weight_decay"]
+        if is_decayed and plain.get(DECOUPLED) is not True:
             found[DECOUPLED] = (
                 "The PyTorch version that saved the optimizer did not record whether "
                 "it is AdamW, which MLX has, or Adam with weight decay, which differs."
@@ -179,7 +187,7 @@ def check_groups(groups: Sequence[Group], accept: Collection[str]) -> list[str]:
         found |= {
             key: f"The parameter groups have the key {key!r}, which {group.kind} does "
             "not have, so this may be a different optimizer."
-            for key in settings
+            for key in plain
             if key not in known
         }
     notes = [group.spec.note for group in groups if group.spec.note]
@@ -263,28 +271,16 @@ def _write_steps(group: Group, state: Mapping[str, Any]) -> None:
 
 def _write_settings(group: Group, used: Mapping[str, Any], rate: float) -> None:
     """Write the settings that changed, in PyTorch's types."""
-    settings, spec = group.settings, group.spec
-    changed = {
-        key: used[key]
-        for key in spec.settings
-        if key in used and used[key] != plain_setting(settings[key])
-    }
+    plain, spec = group.plain, group.spec
+    changed = {k: used[k] for k in spec.settings if used.get(k, plain[k]) != plain[k]}
     # MLX's learning rate is float32, and compiled schedules or other devices round
     # differently.
-    if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
+    if not math.isclose(plain["lr"], rate, rel_tol=1e-6):
         changed["lr"] = rate
     # Turn off the settings that MLX ignored with the user's consent.
-    changed |= {key: OFF.get(key, 0) for key in find_differences(spec, "", settings)}
+    changed |= {key: OFF.get(key, 0) for key in find_differences(spec, "", plain)}
     for key, value in changed.items():
-        settings[key] = match_type(value, settings[key])
-
-
-def constructor_args(group: Group) -> dict[str, Any]:
-    """Return MLX constructor arguments equivalent to a PyTorch group's settings."""
-    own = {key: plain_setting(group.settings[key]) for key in group.spec.settings}
-    # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array in MLX.
-    rate = float(number(group.settings["lr"]))
-    return own | group.spec.forced | {"learning_rate": rate}
+        group.settings[key] = match_type(value, group.settings[key])
 
 
 # A class of MLX, its constructor arguments, and the parameters that are its own.
@@ -298,7 +294,7 @@ def build(groups: Sequence[Group], learning_rate: Any = None) -> optim.Optimizer
         [
             (
                 group.spec.mlx,
-                constructor_args(group),
+                group.arguments,
                 {name for row in group.rows.values() for name in row.mlx},
             )
             for group in groups
