@@ -38,20 +38,19 @@ class Source:
     Attributes:
         tree (Any): The object in a file, with a ``Tensor`` for every tensor; for a
             folder, a dict from file names to their objects, in which a sharded model
-            has the name of a single file.
-        others (dict, optional): For a folder, the paths of all other files by name.
-            They are copied.
+            has the name of a single file, and files to copy are a ``Path``.
+        is_folder (bool): Whether it is a folder.
         notes (list): Notes on files that were left out.
     """
 
     tree: Any
-    others: dict[str, Path] | None = None
+    is_folder: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
     def trainer(self) -> dict[str, Any]:
         """The Trainer's state, or an empty dict."""
-        state = self.tree.get(TRAINER) if self.others is not None else None
+        state = self.tree.get(TRAINER) if self.is_folder else None
         return state if isinstance(state, dict) else {}
 
 
@@ -90,7 +89,6 @@ def read_source(path: str | os.PathLike[str]) -> Source:
     if not path.is_dir() or (path / ".metadata").is_file():
         return Source(_read_file(path))
     tree: dict[str, Any] = {}
-    others: dict[str, Path] = {}
     left_out: list[str] = []
     totals: dict[str, list[int]] = {}  # by sharded model, one for each shard
     for file in sorted(path.iterdir()):
@@ -106,7 +104,7 @@ def read_source(path: str | os.PathLike[str]) -> Source:
         elif file.name.removesuffix(".index.json") in totals:
             pass  # the model is written as one file
         elif file.is_file() and not file.is_symlink() and file.name[0] != ".":
-            others[file.name] = file
+            tree[file.name] = file
         else:
             left_out.append(file.name)
     if any({len(each)} != {*each} for each in totals.values()):
@@ -114,7 +112,7 @@ def read_source(path: str | os.PathLike[str]) -> Source:
             f"{path} does not contain exactly the shards of one model. Add missing "
             "shards, and remove those of other checkpoints."
         )
-    if not tree.keys() - {TRAINER}:
+    if all(name == TRAINER or isinstance(x, Path) for name, x in tree.items()):
         raise ConvertError(
             f"{path} contains no file with a name that Trainer or Accelerate uses, "
             "such as model.safetensors or optimizer.pt. Pass the path of a single file "
@@ -123,7 +121,7 @@ def read_source(path: str | os.PathLike[str]) -> Source:
         )
     note = "These files or folders were left out, because only regular files that are "
     note += f"not hidden are copied: {list_some(left_out)}."
-    return Source(tree, others, [note] if left_out else [])
+    return Source(tree, True, [note] if left_out else [])
 
 
 def _read_file(path: Path) -> Any:
@@ -147,10 +145,10 @@ def _inside(path: Path) -> Path:
 
 def check_target(path: Path, source: Source, overwrite: bool) -> None:
     """Raise if a path exists, unless ``overwrite`` and it can be replaced."""
-    if source.others is None:
-        check_file(path, overwrite)
+    if source.is_folder:
+        check_folder(path, source.tree.__contains__, overwrite)
     else:
-        check_folder(path, {*source.tree, *source.others}.__contains__, overwrite)
+        check_file(path, overwrite)
 
 
 def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> None:
@@ -170,18 +168,17 @@ def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> 
 def write_source(path: Path, source: Source) -> None:
     """Write a checkpoint. If that fails, an existing file or folder stays as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if source.others is None:
-        _write_file(path, source.tree)
-        return
+    if not source.is_folder:
+        return _write_file(path, source.tree)
     with atomic_folder(path) as folder:
         for name, content in source.tree.items():
             _write_file(folder / name, content)
-        for name, file in source.others.items():
-            shutil.copyfile(file, folder / name)
 
 
 def _write_file(path: Path, content: Any) -> None:
-    if path.name == TRAINER:
+    if isinstance(content, Path):
+        shutil.copyfile(content, path)
+    elif path.name == TRAINER:
         # This is the format of Transformers.
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     elif path.suffix.lower() != ".safetensors":

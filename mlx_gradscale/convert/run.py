@@ -489,8 +489,6 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
         changes = ", ".join(moved.values())
         notes.append(f"Changed to match the optimizer's step: {changes}.")
     stale = [name for name in plan.others if name not in moved]
-    # These files hold random states and data positions.
-    stale += [n for n in source.others or () if n.endswith((".pkl", ".pth"))]
     if stale and old != new:
         notes.append(
             f"{_MOVED_ON}, but these entries are copied from the original: "

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..core.scale import TORCH_KEYS
@@ -147,7 +148,10 @@ def _trained(models: list[Keys]) -> list[Keys]:
 
 
 def list_others(tree: Any, sections: Mapping[str, list[Keys]]) -> list[str]:
-    """Return the paths of the entries beside the model, optimizers and scaler."""
+    """Return the paths of the entries beside the model, optimizers and scaler.
+
+    Of the files that are copied, only random states and data positions matter.
+    """
     (model,), optimizers, scalers = (sections[name] for name in SECTIONS)
     paths = [model, *optimizers, *scalers]
     used = {id(get_at(path, tree)) for path in paths}
@@ -162,6 +166,7 @@ def list_others(tree: Any, sections: Mapping[str, list[Keys]]) -> list[str]:
         if (*path, key) not in own
         and id(x) not in used
         and not (path == model and isinstance(x, Tensor))
+        and not (isinstance(x, Path) and x.suffix not in (".pkl", ".pth"))
     ]
 
 
