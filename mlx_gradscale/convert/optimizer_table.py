@@ -28,6 +28,7 @@ class OptimizerSpec:
     settings: tuple[str, ...]  # group keys that are MLX's constructor arguments
     required: set[str]  # group keys that are always present
     refused: dict[str, str]  # setting -> the difference if it is on
+    refused_slots: tuple[str, ...] = ()  # state of settings that are refused
     forced: dict[str, Any] = field(default_factory=dict)  # to match PyTorch
     has_step: bool = True  # whether PyTorch keeps a step count
     note: str = ""  # always shown to the user
@@ -35,12 +36,8 @@ class OptimizerSpec:
 
 # Group keys written by the schedules in torch.optim.lr_scheduler.
 SCHEDULED = (
-    "initial_lr",
-    "min_lr",
-    "max_lr",
-    "swa_lr",
-    "base_momentum",
-    "max_momentum",
+    *("initial_lr", "min_lr", "max_lr", "swa_lr"),
+    *("base_momentum", "max_momentum"),
 )
 # Whether Adam's weight decay is AdamW's. PyTorch before 2.7 does not save it.
 DECOUPLED = "decoupled_weight_decay"
@@ -58,6 +55,7 @@ _L2 = {"weight_decay": "MLX's version does not add weight_decay * w to the gradi
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
     "required": {"betas", "eps", "amsgrad"},
+    "refused_slots": ("max_exp_avg_sq",),
     "forced": {"bias_correction": True},
 }
 _REFUSED_ADAM = {
@@ -100,6 +98,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
             "momentum": "MLX's RMSprop has no momentum",
             "centered": "MLX's RMSprop does not track the mean gradient",
         },
+        refused_slots=("momentum_buffer", "grad_avg"),
     ),
     "Adagrad": OptimizerSpec(
         optim.Adagrad,
@@ -161,16 +160,12 @@ def recognize(groups: Sequence[Settings], slots: Iterable[str]) -> str:
 
 
 def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bool:
-    extra = held - set(spec.slots) - {"step"}
-    # amsgrad, centered and RMSprop's momentum add slots. A later check refuses these
-    # settings by name.
-    extra -= {"max_exp_avg_sq", "grad_avg"} | (
-        {"momentum_buffer"} if "square_avg" in spec.slots else set()
-    )
-    missing = set(spec.slots) - held if held - {"step"} else set()
-    return not (extra or missing) and all(
-        spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
-        for group in groups
+    is_new = held <= {"step"}
+    return (
+        (is_new or held >= spec.slots.keys())
+        and held <= {"step", *spec.slots, *spec.refused_slots}
+        and all(spec.required <= set(group) for group in groups)
+        and all(("eps" in group) == ("eps" in spec.settings) for group in groups)
     )
 
 

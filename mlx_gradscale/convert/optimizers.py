@@ -37,7 +37,6 @@ from .sections import is_flat
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
 Index = int | str
-Slots = dict[str, Any]
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Group:
     held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
     settings: dict[str, Any]
     plain: dict[str, Any]  # the settings as plain numbers and lists
-    slots: dict[Index, Slots]  # each parameter's state; empty if it has none yet
+    slots: dict[Index, dict[str, Any]]  # each parameter's state; empty if it has none
     kind: str  # a key of OPTIMIZERS
     spec: OptimizerSpec
     rows: dict[Index, Row] = field(default_factory=dict)  # parameters that MLX has
@@ -103,15 +102,14 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     states = nested.get("state", {})
     # torch.distributed.checkpoint writes numbers as strings.
     by_text = {str(index): slots for index, slots in states.items()}
-    every = [(x, plain_settings(x)) for x in nested["param_groups"]]
-    kind = recognize(
-        [plain for _, plain in every], {x for y in states.values() for x in y}
-    )
-    groups = []
-    for settings, plain in every:
-        slots = {i: by_text.get(str(i)) or {} for i in settings["params"]}
-        groups.append(Group(held, settings, plain, slots, kind, OPTIMIZERS[kind]))
-    return groups
+    groups = nested["param_groups"]
+    plain = [plain_settings(settings) for settings in groups]
+    slots = [{i: by_text.get(str(i)) or {} for i in x["params"]} for x in groups]
+    kind = recognize(plain, {slot for state in states.values() for slot in state})
+    return [
+        Group(held, *parts, kind, OPTIMIZERS[kind])
+        for parts in zip(groups, plain, slots, strict=True)
+    ]
 
 
 def _nest(held: dict[str, Any]) -> dict[str, Any]:
@@ -221,19 +219,18 @@ def to_torch(
 
     The moments are there already. Return notes.
     """
-    parts = list(
-        zip(*map(run.description.get, ("settings", "next_rates")), strict=True)
-    )
+    settings, next_rates = run.description["settings"], run.description["next_rates"]
     count = len(groups) if groups[0].prefix else 1
-    if len(parts) != count:
+    if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
-            f"The MLX run's optimizer count is {len(parts)}, but the original needs "
+            f"The MLX run's optimizer count is {len(settings)}, but the original needs "
             f"{wanted}. Create it with load_torch() or build_optimizer()."
         )
     found: dict[str, str] = {}
     for i, group in enumerate(groups):
-        used, next_rate = parts[i if group.prefix else 0]
+        at = i if group.prefix else 0
+        used, next_rate = settings[at], next_rates[at]
         if used["class"] != group.spec.mlx.__name__:
             raise ConvertError(
                 f"The MLX optimizer is {used['class']}, but the original's optimizer "
@@ -289,18 +286,11 @@ _Part = tuple[type[optim.Optimizer], dict[str, Any], Collection[str]]
 
 def build(groups: Sequence[Group], learning_rate: Any = None) -> optim.Optimizer:
     """Build the MLX optimizer, a ``MultiOptimizer`` if PyTorch's groups differ."""
-    groups = groups if groups[0].prefix else groups[:1]
-    return _join(
-        [
-            (
-                group.spec.mlx,
-                group.arguments,
-                {name for row in group.rows.values() for name in row.mlx},
-            )
-            for group in groups
-        ],
-        learning_rate,
-    )
+    parts: list[_Part] = [
+        (g.spec.mlx, g.arguments, {n for row in g.rows.values() for n in row.mlx})
+        for g in (groups if groups[0].prefix else groups[:1])
+    ]
+    return _join(parts, learning_rate)
 
 
 def rebuild(

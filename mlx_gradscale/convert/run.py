@@ -44,6 +44,8 @@ from .optimizers import (
 from .rows import Options, Table, is_adapter, make_table
 from .sections import Keys, find_sections, list_others
 
+# What reading a value of the wrong type raises.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _MOVED_ON = "The optimizer has taken steps in MLX"
 
 
@@ -118,15 +120,9 @@ def make_plan(
     plan = Plan(source, sections, held, table, others, notes)
     try:
         _plan_state(plan, tensors, options)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:
-        if isinstance(error, ConvertError):
-            raise
+    except ConvertError:
+        raise
+    except _DAMAGE as error:
         raise ConvertError(
             "The state of the optimizer or the scaler is damaged: "
             f"{type(error).__name__}: {error}. Save it again in PyTorch, or leave it "
@@ -509,6 +505,7 @@ def _check_model(
     wanted = {
         name: shape
         for torch, row in rows.items()
+        if torch in tensors
         for name, shape in zip(
             row.mlx, row.mlx_shapes(tensors[torch].shape), strict=True
         )
