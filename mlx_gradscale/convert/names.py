@@ -1,7 +1,5 @@
 """Find the names of an optimizer's parameters, which state dicts rarely store."""
 
-import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +41,15 @@ def find_names(
     if not is_known or not is_match:
         # Transformers' Trainer splits the parameters into groups by weight decay.
         names = [names[at] for at in _deal(shapes, places, is_ordered)]
-    is_doubtful = given is None and any(shape for _, shape in places)
-    return names, _describe_doubt(names, tensors, places) if is_doubtful else []
+    shaped = [place for place in places if place[1] is not None]
+    if given is not None or len({*shaped}) == len(shaped):
+        return names, []
+    return names, [
+        "The optimizer does not store the names of its parameters, so the order of the "
+        "model's state dict was used. Shapes alone cannot confirm it, because some are "
+        "equal. If the optimizer was created with another order, their moments are "
+        f"swapped. {_advise()}"
+    ]
 
 
 def _saved_names(groups: Sequence[Group]) -> list[str] | None:
@@ -128,28 +133,6 @@ def _deal(shapes: Sequence[Shape], places: Places, is_ordered: bool) -> list[int
                 f"tensors. {_advise()}"
             )
     return [found[at] for at in range(len(places))]
-
-
-def _describe_doubt(
-    names: Sequence[str], tensors: Mapping[str, Any], places: Places
-) -> list[str]:
-    """Return a note if the optimizer may have another order of modules.
-
-    Another order has the same shapes only if two modules start with the same shape.
-    """
-    starts: dict[str, tuple[int, Shape]] = {}
-    for (place, _), name in zip(places, names, strict=True):
-        # PyTorch's layers always have the weight before the bias.
-        module = re.sub(r"\.(weight|bias)$", "", name)
-        starts.setdefault(module, (place, tuple(tensors[name].shape)))
-    count = Counter(starts.values())
-    alike = [module for module, start in starts.items() if count[start] > 1]
-    return [
-        "The optimizer does not store the names of its parameters, so the order of the "
-        "model's state dict was used. Shapes alone cannot confirm it, because "
-        f"{list_some(alike, 3)} have equal shapes. If the optimizer was created with "
-        f"another order, their moments are swapped. {_advise()}"
-    ][: len(alike)]
 
 
 def _advise(some_are_left: bool = False) -> str:

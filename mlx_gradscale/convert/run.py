@@ -21,7 +21,6 @@ from ..core.trees import get_at, restore, snapshot
 from ..files.text import list_some
 from ..torch_checkpoint import Tensor, read_all, replace_tensors
 from .files import (
-    TRAINER,
     ConvertError,
     Source,
     check_target,
@@ -482,8 +481,7 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
         get_at(path, source.tree).update(run.scaler)
     moved = _move_trainer(source, old, new)
     if moved:
-        changes = ", ".join(moved.values())
-        notes.append(f"Changed to match the optimizer's step: {changes}.")
+        notes.append(f"Moved from step {old} to step {new}: {', '.join(moved)}.")
     stale = [name for name in plan.others if name not in moved]
     if stale and old != new:
         notes.append(
@@ -521,27 +519,23 @@ def _check_model(
         )
 
 
-def _move_trainer(source: Source, was: int, now: int) -> dict[str, str]:
+def _move_trainer(source: Source, was: int, now: int) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``train(resume_from_checkpoint=...)`` resumes from them. They change only if the
     original's ``global_step`` equals its optimizer's step count. The two differ after
-    skipped steps. Return the changes by file.
+    skipped steps. Return the names of the changed files.
     """
-    moved: dict[str, str] = {}
-    if was == now or source.trainer.get("global_step") != was:
-        return moved
+    state, moved = source.trainer, []
+    if was == now or state.get("global_step") != was:
+        return []
+    if was and "epoch" in state:
+        state["epoch"] = state["epoch"] * now / was
     for name, content in source.tree.items():
-        is_schedule = "scheduler" in name and isinstance(content, dict)
-        keys: tuple[str, ...] = ("global_step", "epoch") if was else ("global_step",)
-        if name != TRAINER and is_schedule and content.get("last_epoch") == was:
-            keys = "last_epoch", "_step_count"
-        elif name != TRAINER:
-            continue
-        changes = []
-        for key in filter(content.__contains__, keys):
-            old = content[key]
-            content[key] = old * now / was if key == "epoch" else old + now - was
-            changes.append(f"{key} from {old:g} to {content[key]:g}")
-        moved[name] = ", ".join(changes)
+        key = "last_epoch" if "scheduler" in name else "global_step"
+        if isinstance(content, dict) and content.get(key) == was:
+            content[key] = now
+            if "_step_count" in content:
+                content["_step_count"] += now - was
+            moved.append(name)
     return moved

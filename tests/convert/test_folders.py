@@ -50,10 +50,7 @@ def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn)
         take_step(model, run.optimizer)
     parts = model, run.optimizer
     notes = save_torch(tmp_path / "back", *parts, like=source, names=NAMES)
-    assert notes[0] == (
-        "Changed to match the optimizer's step: last_epoch from 3 to 6, "
-        "_step_count from 4 to 7, global_step from 3 to 6, epoch from 0.5 to 1."
-    )
+    assert notes[0] == "Moved from step 3 to step 6: scheduler.pt, trainer_state.json."
     assert "rng_state.pth" in notes[1]
     assert "scheduler.pt" not in notes[1]
     assert {p.name for p in (tmp_path / "back").iterdir()} == {
@@ -96,7 +93,7 @@ def test_step_counters_that_differ_from_the_optimizer_are_not_changed(tmp_path):
     take_step(model, run.optimizer)
     parts = model, run.optimizer
     notes = save_torch(tmp_path / "out", *parts, like=source, names=NAMES)
-    assert not any("Changed to match" in note for note in notes)
+    assert not any("Moved from" in note for note in notes)
     assert "scheduler.pt" in notes[0]
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 100
