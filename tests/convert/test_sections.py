@@ -11,6 +11,7 @@ from support.convert_runs import (
     find,
     forward,
     identical,
+    round_trip,
     sgd,
     shapes_of_checkpoints,
     small,
@@ -23,13 +24,8 @@ from mlx_gradscale.torch_checkpoint import Placeholder
 
 def there_and_back(tmp_path, checkpoint, **options):
     """Load into a live model and save again; returns the run."""
-    pt.save(tmp_path / "a.pt", checkpoint)
-    model = Small()
-    path = tmp_path / "a.pt"
-    run = load_torch(path, model, **options)
-    parts = model, run.optimizer, run.scaler
-    save_torch(tmp_path / "b.pt", *parts, like=path, **options)
-    identical(pt.load(tmp_path / "b.pt"), checkpoint)
+    model, run, back, _ = round_trip(tmp_path, checkpoint, **options)
+    identical(back, checkpoint)
     assert model.fc.bias.tolist() == [1.0, 2.0]
     return run
 
