@@ -41,6 +41,12 @@ def find_names(
     if not is_known or not is_match:
         # Transformers' Trainer splits the parameters into groups by weight decay.
         names = [names[at] for at in _deal(shapes, places, is_ordered)]
+    elif options.names and len({*places}) > len({shape for _, shape in places}):
+        return names, [
+            "The given names were assigned to the optimizer's groups in order. If they "
+            "are in the order of model.named_parameters(), list them group by group "
+            "instead."
+        ]
     shaped = [place for place in places if place[1] is not None]
     if given is not None or len({*shaped}) == len(shaped):
         return names, []

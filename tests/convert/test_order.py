@@ -87,7 +87,9 @@ def test_ambiguous_order_is_an_error_that_asks_for_names():
     with pytest.raises(ConvertError, match=r"if p\.requires_grad"):
         find(frozen, tensors)
     want = dict(enumerate("acb"))
-    assert find(state, tensors, names=("a", "c", "b"))[0] == want
+    found, (note,) = find(state, tensors, names=("a", "c", "b"))
+    assert found == want
+    assert "assigned to the optimizer's groups in order" in note
     state["param_groups"][0]["param_names"] = ["a", "c"]
     state["param_groups"][1]["param_names"] = ["b"]
     assert find(state, tensors)[0] == want
