@@ -72,19 +72,18 @@ def find_sections(tree: Any, keys: Mapping[str, str]) -> dict[str, list[Keys]]:
 
     Return the paths of each: of one model, of any optimizers and of one scaler at most.
     """
-    found = _search(tree)
+    found, places = _search(tree)
+    places["model"] |= places["mixed"] | places["weights"]
     chosen: dict[str, list[Keys]] = {}
     for name, text in keys.items():
-        kinds = ("model", "mixed", "weights") if name == "model" else (name,)
-        places = {show(path): path for kind in kinds for path in found[kind]}
         wanted = [key for key in text.split(",") if key]
-        if not places.keys() >= {*wanted}:
+        if not places[name].keys() >= {*wanted}:
             raise ConvertError(
                 f"There is no state dict of the {name} at keys={{{name!r}: {text!r}}} "
-                f"(--{name}-key). Found: {list_some(places) or 'none'}. "
+                f"(--{name}-key). Found: {list_some(places[name]) or 'none'}. "
                 f"{_PICKLED}"
             )
-        chosen[name] = [places[key] for key in wanted]
+        chosen[name] = [places[name][key] for key in wanted]
     models = _trained(found["model"]) or found["mixed"][:1]
     is_ambiguous = len(models) > 1 and "optimizer" not in keys
     named = [path for path in models if path and path[-1] in _MODEL_NAMES]
@@ -119,26 +118,34 @@ def find_sections(tree: Any, keys: Mapping[str, str]) -> dict[str, list[Keys]]:
     return {name: found[name] for name in SECTIONS}
 
 
-def _search(tree: Any) -> dict[str, list[Keys]]:
-    """Return the paths of all dicts and lists by kind, the least deep ones first."""
+def _search(tree: Any) -> tuple[dict[str, list[Keys]], dict[str, dict[str, Keys]]]:
+    """Return the paths of all dicts and lists by kind, the least deep ones first.
+
+    The first result has one path of each object, and the second one has all paths, as
+    users write them.
+    """
     found: dict[str, list[Keys]] = defaultdict(list)
+    places: dict[str, dict[str, Keys]] = defaultdict(dict)
+    kinds: dict[int, str] = {}  # by object
     left: list[tuple[Keys, Any]] = [((), tree)]
-    seen: set[int] = set()
     for path, value in left:
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        kind = _kind(path, value) if isinstance(value, dict) else ""
-        found[kind].append(path)
-        if len(path) < _DEEPEST and kind not in ("model", "scaler", "moments"):
+        is_new = id(value) not in kinds
+        if is_new:
+            is_dict = isinstance(value, dict)
+            kinds[id(value)] = _kind(path, value) if is_dict else ""
+        kind = kinds[id(value)]
+        places[kind][show(path)] = path
+        if is_new:
+            found[kind].append(path)
             # mmengine stores the scaler in the optimizer's state dict.
             skipped = _STATE if kind == "optimizer" else ()
-            left += [
-                ((*path, key), x)
-                for key, x in items(value)
-                if isinstance(x, CONTAINERS) and key not in skipped
-            ]
-    return found
+            if len(path) < _DEEPEST and kind not in ("model", "scaler", "moments"):
+                left += [
+                    ((*path, key), x)
+                    for key, x in items(value)
+                    if isinstance(x, CONTAINERS) and key not in skipped
+                ]
+    return found, places
 
 
 def _trained(models: list[Keys]) -> list[Keys]:

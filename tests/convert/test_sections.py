@@ -175,6 +175,8 @@ def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
 
 def test_shared_state_dict_is_one_model(tmp_path):
     model = small()[0]
-    there_and_back(tmp_path, {"state_dict": model, "model": model})
-    back = pt.load(tmp_path / "b.pt")
-    assert back["model"] is back["state_dict"]
+    shared = {"state_dict": model, "model": model}
+    for keys in ({}, {"model": "model"}):
+        there_and_back(tmp_path, shared, keys=keys)
+        back = pt.load(tmp_path / "b.pt")
+        assert back["model"] is back["state_dict"]
