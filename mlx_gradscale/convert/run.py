@@ -500,10 +500,11 @@ def _check_model(
     weights: Mapping[str, mx.array],
 ) -> None:
     """Raise unless the weights have the names and the shapes of the original's."""
+    missing = rows.keys() - tensors.keys()
     wanted = {
         name: shape
         for torch, row in rows.items()
-        if torch in tensors
+        if torch not in missing
         for name, shape in zip(
             row.mlx, row.mlx_shapes(tensors[torch].shape), strict=True
         )
@@ -511,7 +512,8 @@ def _check_model(
     found = {name: x.shape for name, x in weights.items()}
     # Adapters lack the base model.
     names = wanted if is_adapter(rows) else wanted | found
-    wrong = [name for name in names if wanted.get(name) != found.get(name)]
+    wrong = sorted(missing)
+    wrong += [name for name in names if wanted.get(name) != found.get(name)]
     if wrong:
         raise ConvertError(
             f"The MLX model and the original's model differ in {list_some(wrong)}. Use "

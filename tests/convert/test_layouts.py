@@ -50,6 +50,16 @@ LAYERS = {
 }
 
 
+def is_equal(theirs, ours, *shapes):
+    """Whether both layers compute the same; PyTorch's channels are at axis 1."""
+    rng = np.random.default_rng(0)
+    inputs = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    want = theirs(*map(theirs.weight.new_tensor, inputs)).detach().numpy()
+    got = np.array(ours(*(mx.array(channels_last(x)) for x in inputs)))
+    # Sums of at most 27 products of order 1 in float32.
+    return np.allclose(got, channels_last(want), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_converted_layer_computes_the_same_outputs(kind):
     torch = pytest.importorskip("torch")
@@ -58,27 +68,19 @@ def test_converted_layer_computes_the_same_outputs(kind):
     theirs = getattr(torch.nn, name)(*positional, **keywords)
     ours = getattr(nn, name)(*positional, **keywords)
     convert(state_dict(theirs), ours)
-    rng = np.random.default_rng(0)
-    inputs = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    want = theirs(*map(torch.tensor, inputs)).detach().numpy()
-    got = np.array(ours(*(mx.array(channels_last(x)) for x in inputs)))
-    # Sums of at most 27 products of order 1 in float32.
-    np.testing.assert_allclose(got, channels_last(want), rtol=1e-5, atol=1e-5)
+    assert is_equal(theirs, ours, *shapes)
 
 
 @pytest.mark.parametrize(
-    ("groups", "settings", "is_equal"),
+    ("groups", "settings", "is_right"),
     [(2, {}, False), (2, {"pytorch_compatible": True}, True), (1, {}, True)],
 )
-def test_group_norm_with_different_results_is_reported(groups, settings, is_equal):
+def test_group_norm_with_different_results_is_reported(groups, settings, is_right):
     torch = pytest.importorskip("torch")
     theirs, ours = torch.nn.GroupNorm(groups, 4), nn.GroupNorm(groups, 4, **settings)
     plan = convert(state_dict(theirs), ours)
-    x = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
-    want = channels_last(theirs(torch.tensor(x)).detach().numpy())
-    got = np.array(ours(mx.array(channels_last(x))))
-    assert np.allclose(got, want, rtol=1e-5, atol=1e-5) == is_equal
-    assert any("pytorch_compatible=True" in note for note in plan.notes) != is_equal
+    assert is_equal(theirs, ours, (2, 4, 3)) == is_right
+    assert any("pytorch_compatible=True" in note for note in plan.notes) != is_right
 
 
 @pytest.mark.parametrize("bias", [True, False])
