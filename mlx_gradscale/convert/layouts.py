@@ -62,14 +62,14 @@ class Row:
         axes = AXES[self.layout][1](moved.ndim)
         return mx.transpose(moved, np.argsort(axes).tolist())
 
-    def mlx_shapes(self, shape: Shape) -> list[Shape]:
+    def mlx_shapes(self, shape: Shape) -> dict[str, Shape]:
         """Return the MLX shapes, or the PyTorch shape if the layout does not apply."""
         least, get_axes = AXES[self.layout]
         axes = get_axes(len(shape)) if len(shape) >= least else range(len(shape))
         count, moved = len(self.mlx), [shape[axis] for axis in axes]
         if count > 1 and moved and moved[0] % count == 0:
             moved[0] //= count
-        return [tuple(moved)] * count
+        return dict.fromkeys(self.mlx, tuple(moved))
 
     def write(
         self, held: dict[Any, Any], arrays: Mapping[str, mx.array], like: Tensor

@@ -98,16 +98,14 @@ def make_table(
     found, lost, known, change_model = _find_rows(shapes, options.rename, model)
     owners: dict[int, Row] = {}  # by tensor: several names may be tied
     for name, row in found.items():
-        shape, wanted = shapes[name], [own[n] for n in row.mlx]
+        shape, wanted = shapes[name], {n: own[n] for n in row.mlx}
         layout = given.get(name) or row.layout or _find_custom(row, shape, wanted)
         row = replace(row, layout=layout)
-        made = row.mlx_shapes(shape)
-        if made != wanted:
-            moved = (
-                f", or {made[0]} in MLX's layout ({layout})" if layout != "same" else ""
-            )
+        if row.mlx_shapes(shape) != wanted:
+            made, fit = row.mlx_shapes(shape)[row.mlx[0]], wanted[row.mlx[0]]
+            moved = f", or {made} in MLX's layout ({layout})" if made != shape else ""
             hint = "Create the MLX model with the sizes of the PyTorch model."
-            if shape[::-1] == wanted[0]:
+            if shape[::-1] == fit:
                 hint = (
                     "If PyTorch stores weights as (in, out), as Transformers' Conv1D "
                     "does, pass layouts=... with a pattern for all of them (--layout "
@@ -116,7 +114,7 @@ def make_table(
                 )
             raise ConvertError(
                 f"{name} has shape {shape} in PyTorch{moved}, but the MLX model has "
-                f"shape {wanted[0]} for {' and '.join(row.mlx)}. {hint}"
+                f"shape {fit} for {' and '.join(row.mlx)}. {hint}"
             )
         owner = owners.setdefault(id(tensors[name]), row)
         if owner.mlx != row.mlx:
@@ -144,16 +142,16 @@ def make_table(
     return Table(rows, [note] if grouped else [], change_model)
 
 
-def _find_custom(row: Row, shape: Shape, wanted: list[Shape]) -> str:
+def _find_custom(row: Row, shape: Shape, wanted: Mapping[str, Shape]) -> str:
     """Return the layout of a custom layer; raise if shapes do not tell it."""
     layouts = ("same", "conv", "conv_transpose")
     fits = [x for x in layouts if replace(row, layout=x).mlx_shapes(shape) == wanted]
     if {*fits} - {"same"}:
         flags = " or ".join(f"{row.torch}={layout}" for layout in fits)
         raise ConvertError(
-            f"{row.torch} has shape {shape} in PyTorch and {wanted[0]} in the MLX "
-            "model. It belongs to a custom layer, so its layout is unknown. Pass it "
-            f"with layouts=... (--layout {flags})."
+            f"{row.torch} has shape {shape} in PyTorch and {wanted[row.mlx[0]]} in "
+            "the MLX model. It belongs to a custom layer, so its layout is unknown. "
+            f"Pass it with layouts=... (--layout {flags})."
         )
     return "same"
 

@@ -500,19 +500,13 @@ def _check_model(
     weights: Mapping[str, mx.array],
 ) -> None:
     """Raise unless the weights have the names and the shapes of the original's."""
-    missing = rows.keys() - tensors.keys()
-    wanted = {
-        name: shape
-        for torch, row in rows.items()
-        if torch not in missing
-        for name, shape in zip(
-            row.mlx, row.mlx_shapes(tensors[torch].shape), strict=True
-        )
-    }
+    wrong = sorted(rows.keys() - tensors.keys())
+    wanted: dict[str, Any] = {}
+    for name, row in rows.items():
+        wanted |= row.mlx_shapes(tensors[name].shape) if name in tensors else {}
     found = {name: x.shape for name, x in weights.items()}
     # Adapters lack the base model.
     names = wanted if is_adapter(rows) else wanted | found
-    wrong = sorted(missing)
     wrong += [name for name in names if wanted.get(name) != found.get(name)]
     if wrong:
         raise ConvertError(
