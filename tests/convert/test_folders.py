@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.convert_runs import Small, forward, identical, small, small_adam, take_step
 
-from mlx_gradscale import restore_checkpoint
+from mlx_gradscale import restore_checkpoint, save_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import (
@@ -119,19 +119,17 @@ def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
     (source / "random_states_0.pkl").write_bytes(b"not read")
     with pytest.raises(ConvertError, match=r"2 models.*pytorch_model_1\.bin"):
         load_torch(source, Small())
-    last = source
     for end in ("", "_1"):
         keys = {"model": f"pytorch_model{end}.bin", "optimizer": f"optimizer{end}.bin"}
-        model = Small()
+        model, target = Small(), tmp_path / f"out{end}"
         run = load_torch(source, model, keys=keys)
         model.fc.bias = model.fc.bias + 1
-        target = tmp_path / f"out{end}"
-        save_torch(target, model, run.optimizer, like=last, keys=keys)
-        last = target
+        save_torch(target, model, run.optimizer, like=source, keys=keys)
+        source = target
     for end in ("", "_1"):
-        weights = pt.load(last / f"pytorch_model{end}.bin")
+        weights = pt.load(target / f"pytorch_model{end}.bin")
         assert weights["fc.bias"].tolist() == [2.0, 3.0]
-    assert (last / "random_states_0.pkl").read_bytes() == b"not read"
+    assert (target / "random_states_0.pkl").read_bytes() == b"not read"
 
 
 @pytest.mark.parametrize("end", ["safetensors", "bin"])
@@ -203,21 +201,28 @@ def peft_folder(path):
     return names, weights
 
 
-def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
-    source, target = tmp_path / "in", tmp_path / "out"
+def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, capsys):
+    source, run, target = (tmp_path / name for name in ("in", "run", "out"))
     names, weights = peft_folder(source)
-    model = lora_model()
+    (tmp_path / "names").write_text("\n".join(names))
     with pytest.raises(ConvertError, match=r"safetensors.*--names"):
-        load_torch(source, model)
-    # The names as PyTorch's model.named_parameters() gives them.
-    run = load_torch(source, model, names=names)
+        load_torch(source, lora_model())
+    flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
+    forward(source, run, *flags)
+    model, optimizer = lora_model(), build_optimizer(run)
+    assert restore_checkpoint(run, model, optimizer) == {"step": 3}
     part, key = model.layers[1].self_attn.v_proj, names[-1].replace("default.", "")
     assert mx.array_equal(part.lora_b, weights[key].T)
-    state = run.optimizer.state["model"]["layers"][1]["self_attn"]["v_proj"]
+    state = optimizer.state["model"]["layers"][1]["self_attn"]["v_proj"]
     assert mx.array_equal(state["lora_b"]["m"], weights[key].T * 2)
+    forward(target, run)
+    back = mx.load(str(target / "adapter_model.safetensors"))
+    identical({name: back[name] for name in weights}, weights)
+
     loss = nn.value_and_grad(model, lambda x: (model(x) ** 2).mean())
-    run.optimizer.update(model, loss(mx.array([[1, 2, 3]]))[1])
-    save_torch(target, model, run.optimizer, like=source, names=names)
+    optimizer.update(model, loss(mx.array([[1, 2, 3]]))[1])
+    save_checkpoint(run, model, optimizer)
+    forward(target, run, "--to", "torch", "--overwrite")
     back = mx.load(str(target / "adapter_model.safetensors"))
     assert back.keys() == weights.keys()
     assert mx.array_equal(back[key], part.lora_b.T)
@@ -227,26 +232,18 @@ def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
     assert (target / "adapter_config.json").exists()
 
 
-def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, capsys):
-    names, weights = peft_folder(tmp_path / "in")
-    (tmp_path / "names").write_text("\n".join(names))
-    flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
-    forward(tmp_path / "in", tmp_path / "run", *flags)
-    lora = sorted(n for n, _ in tree_flatten(lora_model().trainable_parameters()))
-    assert sorted(read_checkpoint(tmp_path / "run").weights) == lora
-    model, optimizer = lora_model(), build_optimizer(tmp_path / "run")
-    assert restore_checkpoint(tmp_path / "run", model, optimizer) == {"step": 3}
-    forward(tmp_path / "out", tmp_path / "run")
-    back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
-    identical({n: back[n] for n in weights}, weights)
-    # The weights of a base model that is not frozen are not saved, either.
+def test_only_the_adapters_of_a_lora_model_are_saved_also_if_its_base_is_not_frozen(
+    tmp_path,
+):
+    peft_folder(tmp_path / "in")
     (tmp_path / "in/optimizer.pt").unlink()
     flags = ["--model", f"{__name__}:unfrozen_lora_model"]
-    forward(tmp_path / "in", tmp_path / "run_2", *flags)
-    assert sorted(read_checkpoint(tmp_path / "run_2").weights) == lora
-    base = type(model)(model.args)
+    forward(tmp_path / "in", tmp_path / "run", *flags)
+    model = lora_model()
+    lora = sorted(n for n, _ in tree_flatten(model.trainable_parameters()))
+    assert sorted(read_checkpoint(tmp_path / "run").weights) == lora
     with pytest.raises(ConvertError, match="linear_to_lora_layers"):
-        load_torch(tmp_path / "in", base, names=names)
+        load_torch(tmp_path / "in", type(model)(model.args))
 
 
 @pytest.mark.parametrize(
