@@ -169,7 +169,8 @@ def write_source(path: Path, source: Source) -> None:
     """Write a checkpoint. If that fails, an existing file or folder stays as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not source.is_folder:
-        return _write_file(path, source.tree)
+        _write_file(path, source.tree)
+        return
     with atomic_folder(path) as folder:
         for name, content in source.tree.items():
             _write_file(folder / name, content)
