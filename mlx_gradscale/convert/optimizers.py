@@ -62,6 +62,11 @@ class Group:
         # An integer, as in torch.optim.SGD(params, lr=1), would be an int32 array.
         return own | self.spec.forced | {"learning_rate": float(self.plain["lr"])}
 
+    @property
+    def members(self) -> set[str]:
+        """The MLX names of the parameters."""
+        return {name for row in self.rows.values() for name in row.mlx}
+
     def lacks_state(self, index: Index) -> bool:
         """Return whether the checkpoint lacks any of a parameter's moments."""
         return any(self.slots[index].get(slot) is None for slot in self.spec.slots)
@@ -287,10 +292,15 @@ _Part = tuple[type[optim.Optimizer], dict[str, Any], Collection[str]]
 def build(groups: Sequence[Group], learning_rate: Any = None) -> optim.Optimizer:
     """Build the MLX optimizer, a ``MultiOptimizer`` if PyTorch's groups differ."""
     parts: list[_Part] = [
-        (g.spec.mlx, g.arguments, {n for row in g.rows.values() for n in row.mlx})
-        for g in (groups if groups[0].prefix else groups[:1])
+        (group.spec.mlx, group.arguments, group.members)
+        for group in (groups if groups[0].prefix else groups[:1])
     ]
     return _join(parts, learning_rate)
+
+
+def subtree(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries whose path starts with a prefix, without the prefix."""
+    return {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
 
 
 def rebuild(
@@ -308,10 +318,7 @@ def rebuild(
         )
     parts: list[_Part] = []
     for i, row in enumerate(settings):
-        prefix = f"states.{i}." if len(settings) > 1 else ""
-        own = {
-            k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)
-        }
+        own = subtree(f"states.{i}.", state) if len(settings) > 1 else state
         arguments = row["values"] | {"learning_rate": float(own["learning_rate"])}
         members = {key.rpartition(".")[0] for key in own}
         parts.append((classes[row["class"]], arguments, members))

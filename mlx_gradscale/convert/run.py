@@ -38,6 +38,7 @@ from .optimizers import (
     plan_groups,
     read_groups,
     rebuild,
+    subtree,
     to_torch,
 )
 from .rows import Options, Table, is_adapter, make_table
@@ -271,7 +272,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
     model.load_weights([*weights.items()], strict=False)
     if optimizer is not None:
         trained = model.trainable_parameters()
-        held = {n for g in plan.groups for row in g.rows.values() for n in row.mlx}
+        held: set[str] = set().union(*(group.members for group in plan.groups))
         missing = [name for name, _ in tree_flatten(trained) if name not in held]
         if missing:
             raise ConvertError(
@@ -434,21 +435,15 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     if settings and settings[0]["class"] in WRAPPERS:
         bits, settings = settings[0]["values"]["state_bits"], settings[1:]
         if bits != 32:
-            inner = rebuild(settings, _without_prefix("optimizer", state))
+            inner = rebuild(settings, subtree("optimizer.", state))
             state = decode(state, inner, bits, weights)
-        weights |= _without_prefix("masters", state)
-        state = _without_prefix("optimizer", state)
+        weights |= subtree("masters.", state)
+        state = subtree("optimizer.", state)
     # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
         state, settings = {}, []
     description = saved.description | {"settings": settings}
     return Checkpoint(weights, state, saved.scaler, saved.extra, description)
-
-
-def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose path starts with a name, without that name."""
-    start = f"{prefix}."
-    return {k.removeprefix(start): x for k, x in arrays.items() if k.startswith(start)}
 
 
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
