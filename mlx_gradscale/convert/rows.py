@@ -50,9 +50,12 @@ class Table:
     """Rows by PyTorch name. All names of a tied tensor have the same row."""
 
     rows: dict[str, Row]
-    notes: list[str] = field(default_factory=list)
+    # Names of tensors without a row, but for those that the model's sanitize drops.
+    lost: list[str] = field(default_factory=list)
+    known: dict[str, Row] = field(default_factory=dict)  # all that the model accepts
     # Changes the model as its sanitize does.
     change_model: Callable[[], object] = lambda: None
+    notes: list[str] = field(default_factory=list)
 
 
 def bare_name(name: str) -> str:
@@ -95,9 +98,9 @@ def make_table(
     dropped |= {name for name in tensors if name.endswith(_TORCH_ONLY)}
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {name: x.shape for name, x in tree_flatten(model.parameters())}
-    found, lost, known, change_model = _find_rows(shapes, options.rename, model)
+    table = _find_rows(shapes, options.rename, model)
     owners: dict[int, Row] = {}  # by tensor: several names may be tied
-    for name, row in found.items():
+    for name, row in table.rows.items():
         shape, wanted = shapes[name], {n: own[n] for n in row.mlx}
         layout = given.get(name) or row.layout or _find_custom(row, shape, wanted)
         row = replace(row, layout=layout)
@@ -125,9 +128,9 @@ def make_table(
                 "before saving."
             )
     # If a tensor matches by one of its names, its unmatched names are aliases.
-    rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
-    lost = [name for name in lost if name not in rows]
-    _check_names(rows, lost, known, is_partial=is_adapter(shapes))
+    table.rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
+    table.lost = [name for name in table.lost if name not in table.rows]
+    _check_names(table, is_partial=is_adapter(shapes))
     grouped = [
         name or "the model itself"
         for name, layer in model.named_modules()
@@ -135,11 +138,12 @@ def make_table(
         and not layer.pytorch_compatible
         and 1 < layer.num_groups < layer.dims
     ]
-    note = (
-        "These layers group channels differently from PyTorch's GroupNorm: "
-        f"{list_some(grouped)}. Create them with pytorch_compatible=True."
-    )
-    return Table(rows, [note] if grouped else [], change_model)
+    if grouped:
+        table.notes.append(
+            "These layers group channels differently from PyTorch's GroupNorm: "
+            f"{list_some(grouped)}. Create them with pytorch_compatible=True."
+        )
+    return table
 
 
 def _find_custom(row: Row, shape: Shape, wanted: Mapping[str, Shape]) -> str:
@@ -183,16 +187,11 @@ def _given_layouts(
 
 def _find_rows(
     shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
-) -> tuple[dict[str, Row], list[str], dict[str, Row], Callable[[], object]]:
-    """Match tensors to the rows that a model accepts.
-
-    Return their rows, the names without one (but for those that ``sanitize`` drops),
-    all rows that the model accepts, and a function that changes it as ``sanitize``
-    does.
-    """
+) -> Table:
+    """Match tensors to the rows that a model accepts, by name alone."""
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
     known, change_model = known_rows(model), Table.change_model
-    found = []
+    found: list[Table] = []
     for candidate in _rename_candidates(rename):
         names: dict[str, tuple[str, str]] = {n: from_peft(candidate(n)) for n in shapes}
         if has_sanitize:  # it does not expect LoRA adapters
@@ -207,11 +206,11 @@ def _find_rows(
             if new in known
         }
         lost = [name for name in names if name not in rows]
-        found.append((rows, lost, known, change_model))
+        found.append(Table(rows, lost, known, change_model))
         if len(rows) == len(shapes):
             break
     # Of equal results, max() returns the first, which removes the least.
-    return max(found, key=lambda each: len(each[0]))
+    return max(found, key=lambda table: len(table.rows))
 
 
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
@@ -222,15 +221,10 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
         yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
 
 
-def _check_names(
-    rows: Mapping[str, Row],
-    lost: list[str],
-    known: Mapping[str, Row],
-    is_partial: bool,
-) -> None:
+def _check_names(table: Table, is_partial: bool) -> None:
     """Raise unless each parameter of the model has exactly one tensor."""
     taken: dict[str, Row] = {}
-    for row in rows.values():
+    for row in table.rows.values():
         for name in row.mlx:
             if taken.setdefault(name, row) is not row:
                 raise ConvertError(
@@ -238,7 +232,7 @@ def _check_names(
                     "Rename one with rename=... (--rename), or drop it with drop=... "
                     "(--drop)."
                 )
-    wanted = {name for row in known.values() for name in row.mlx}
+    wanted = {name for row in table.known.values() for name in row.mlx}
     advice = (
         "Pass rename=... (or --rename '^net[.]=' to drop the prefix 'net.'), or ignore "
         "tensors with drop=... (--drop). Recurrent layers and parametrized or pruned "
@@ -252,8 +246,10 @@ def _check_names(
             "does so as --model MODULE:NAME."
         )
     missing = sorted(wanted - taken.keys())
-    problems = [f"The MLX model has no parameter for {list_some(lost)}. "] * bool(lost)
+    problems = ""
+    if table.lost:
+        problems += f"The MLX model has no parameter for {list_some(table.lost)}. "
     if missing:
-        problems.append(f"The checkpoint has no tensor for {list_some(missing)}. ")
+        problems += f"The checkpoint has no tensor for {list_some(missing)}. "
     if problems:
-        raise ConvertError("".join(problems) + advice)
+        raise ConvertError(problems + advice)
