@@ -1,5 +1,7 @@
 """Which of the model's parameters each of the optimizer's is."""
 
+from itertools import islice
+
 import mlx.core as mx
 import pytest
 from support.convert_runs import Holder, Small, small, small_adam
@@ -18,16 +20,13 @@ def named(**shapes):
 def adam_state(groups, tensors):
     """A state whose groups hold these names, and what each index means."""
     names = [name for group in groups for name in group]
-    moments = ("exp_avg", "exp_avg_sq")
     state = {
-        i: {"step": 1, **dict.fromkeys(moments, tensors[n])}
-        for i, n in enumerate(names)
+        i: {"step": 1, "exp_avg": tensors[name], "exp_avg_sq": tensors[name]}
+        for i, name in enumerate(names)
     }
-    start, packed = 0, []
-    for group in groups:
-        indices = list(range(start, start + len(group)))
-        packed.append(small_adam()[2] | {"params": indices})
-        start += len(group)
+    left = iter(range(len(names)))
+    every = [{"params": [*islice(left, len(group))]} for group in groups]
+    packed = [small_adam()[2] | each for each in every]
     return {"state": state, "param_groups": packed}, dict(enumerate(names))
 
 
