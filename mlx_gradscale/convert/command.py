@@ -20,9 +20,9 @@ from ..files.paths import read_json
 from ..files.text import align, printable
 from .files import ConvertError, check_folder, check_target, read_source, write_source
 from .layouts import AXES
-from .origin import ORIGIN, check_original, read_origin, write_origin
+from .origin import ORIGIN, read_origin, write_origin
 from .rows import Options, is_adapter
-from .run import Plan, TorchRun, fill, load, make_plan, unwrap
+from .run import Plan, fill, load, make_plan, unwrap
 from .sections import SECTIONS, show
 
 # Names in the folder of a run, with those of a writer that was killed.
@@ -168,24 +168,20 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         )
         write_origin(folder, path, original, plan, options)
     print(f"Wrote {printable(path)}. The way back needs {printable(original)}.")
-    print("\n".join(_advice(str(path), run, arguments.model)))
-
-
-def _advice(path: str, run: TorchRun, model: str) -> list[str]:
-    """Return lines to print after a conversion, with code to paste."""
     if run.optimizer is None:
-        return ["There is no optimizer. The weights are in save-*/model.safetensors."]
-    module, _, name = model.partition(":")
-    created = [f"from {module} import {name}", f"model = {name}()"] if name else []
-    scaler = ["scaler = GradScaler()"] if run.scaler else []
-    return [
-        "To resume:" if created else "To resume, create the model, and then:",
+        print("There is no optimizer. The weights are in save-*/model.safetensors.")
+        return
+    module, _, name = arguments.model.partition(":")
+    scaler = ", scaler" if run.scaler else ""
+    print(
+        "To resume:" if name else "To resume, create the model, and then:",
         "from mlx_gradscale import GradScaler, convert, restore_checkpoint",
-        *created,
-        f"optimizer = convert.build_optimizer({path!r})",
-        *scaler,
-        f"restore_checkpoint({path!r}, model, optimizer{', scaler' if scaler else ''})",
-    ]
+        *([f"from {module} import {name}", f"model = {name}()"] if name else []),
+        f"optimizer = convert.build_optimizer({str(path)!r})",
+        *(["scaler = GradScaler()"] if scaler else []),
+        f"restore_checkpoint({str(path)!r}, model, optimizer{scaler})",
+        sep="\n",
+    )
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
@@ -195,10 +191,7 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     if model is None or like is None:
         is_save = folder.name.startswith("save-")  # one of a run's checkpoints
         run = folder.resolve().parent if is_save else folder
-        original, rows, options = read_origin(run, options)
-        if like is None:
-            check_original(run, original)
-            like = original
+        like, rows, options = read_origin(run, options, like)
     print(f"Reading {printable(like)}", file=sys.stderr)
     source = read_source(like)
     check_target(path, source, arguments.overwrite)
@@ -270,5 +263,5 @@ def _report(notes: Sequence[str], plan: Plan, target: Path, is_dry: bool) -> Non
         for group in plan.groups:
             count = len(group.rows)
             print(f"{group.kind} at step {group.step}, parameters: {count}")
-        if plan.sections.scaler is not None:
-            print("scaler:", printable(show(plan.sections.scaler)))
+        for place in plan.sections["scaler"]:
+            print("scaler:", printable(show(place)))

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,20 +38,19 @@ class Source:
     Attributes:
         tree (Any): The object in a file, with a ``Tensor`` for every tensor; for a
             folder, a dict from file names to their objects, in which a sharded model
-            has the name of a single file.
-        others (dict, optional): For a folder, the paths of all other files by name.
-            They are copied.
+            has the name of a single file, and files to copy are a ``Path``.
+        is_folder (bool): Whether it is a folder.
         notes (list): Notes on files that were left out.
     """
 
     tree: Any
-    others: dict[str, Path] | None = None
+    is_folder: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
     def trainer(self) -> dict[str, Any]:
         """The Trainer's state, or an empty dict."""
-        state = self.tree.get(TRAINER) if self.others is not None else None
+        state = self.tree.get(TRAINER) if self.is_folder else None
         return state if isinstance(state, dict) else {}
 
 
@@ -91,41 +89,39 @@ def read_source(path: str | os.PathLike[str]) -> Source:
     if not path.is_dir() or (path / ".metadata").is_file():
         return Source(_read_file(path))
     tree: dict[str, Any] = {}
-    names, wholes = sorted(os.listdir(path)), Counter[str]()
-    shards = [match for match in map(_SHARD.fullmatch, names) if match]
-    for shard in shards:
-        whole = shard[1] + shard[4]
-        wholes[whole] += 1
-        tree.setdefault(whole, {}).update(_read_file(_inside(path / shard[0])))
-        names.remove(shard[0])
-    short = [x[0] for x in shards if wholes[x[1] + x[4]] != int(x[3])]
-    if short:
+    left_out: list[str] = []
+    totals: dict[str, list[int]] = {}  # by sharded model, one for each shard
+    for file in sorted(path.iterdir()):
+        shard = _SHARD.fullmatch(file.name)
+        if shard:
+            whole = shard[1] + shard[4]
+            totals.setdefault(whole, []).append(int(shard[3]))
+            tree.setdefault(whole, {}).update(_read_file(_inside(file)))
+        elif _SECTION.fullmatch(file.name):
+            tree.setdefault(file.name, _read_file(_inside(file)))
+        elif file.name == TRAINER:
+            tree[TRAINER] = read_json(_inside(file))
+        elif file.name.removesuffix(".index.json") in totals:
+            pass  # the model is written as one file
+        elif file.is_file() and not file.is_symlink() and file.name[0] != ".":
+            tree[file.name] = file
+        else:
+            left_out.append(file.name)
+    if any({len(each)} != {*each} for each in totals.values()):
         raise ConvertError(
-            f"{path} does not contain exactly the shards that belong to {short[0]}. "
-            "Add missing shards, and remove those of other checkpoints."
+            f"{path} does not contain exactly the shards of one model. Add missing "
+            "shards, and remove those of other checkpoints."
         )
-    for name in filter(_SECTION.fullmatch, names):
-        tree.setdefault(name, _read_file(_inside(path / name)))
-    if not tree:
+    if all(name == TRAINER or isinstance(x, Path) for name, x in tree.items()):
         raise ConvertError(
             f"{path} contains no file with a name that Trainer or Accelerate uses, "
             "such as model.safetensors or optimizer.pt. Pass the path of a single file "
             "instead. For DeepSpeed ZeRO, run zero_to_fp32.py on the folder and "
             "convert the weights that it writes."
         )
-    if TRAINER in names:
-        tree[TRAINER] = read_json(_inside(path / TRAINER))
-    read = {*tree, *(f"{whole}.index.json" for whole in wholes)}
-    others = {name: path / name for name in names if name not in read}
-    plain = {
-        name: file
-        for name, file in others.items()
-        if file.is_file() and not file.is_symlink() and not name.startswith(".")
-    }
-    left = list_some(sorted(others.keys() - plain.keys()))
     note = "These files or folders were left out, because only regular files that are "
-    note += f"not hidden are copied: {left}."
-    return Source(dict(sorted(tree.items())), plain, [note] if left else [])
+    note += f"not hidden are copied: {list_some(left_out)}."
+    return Source(tree, True, [note] if left_out else [])
 
 
 def _read_file(path: Path) -> Any:
@@ -149,10 +145,10 @@ def _inside(path: Path) -> Path:
 
 def check_target(path: Path, source: Source, overwrite: bool) -> None:
     """Raise if a path exists, unless ``overwrite`` and it can be replaced."""
-    if source.others is None:
-        check_file(path, overwrite)
+    if source.is_folder:
+        check_folder(path, source.tree.__contains__, overwrite)
     else:
-        check_folder(path, {*source.tree, *source.others}.__contains__, overwrite)
+        check_file(path, overwrite)
 
 
 def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> None:
@@ -160,10 +156,7 @@ def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> 
     if path.is_file() or os.path.ismount(path):  # neither can become a folder
         raise FileExistsError(f"{path} is a file or a mount point. Use another folder.")
     there = os.listdir(path) if path.exists() else []
-    if there and not overwrite:
-        raise FileExistsError(
-            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
-        )
+    check_file(path, overwrite or not there)
     spare = [name for name in there if not is_own(name) and name != ".DS_Store"]
     if spare:
         raise FileExistsError(
@@ -175,18 +168,18 @@ def check_folder(path: Path, is_own: Callable[[str], bool], overwrite: bool) -> 
 def write_source(path: Path, source: Source) -> None:
     """Write a checkpoint. If that fails, an existing file or folder stays as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if source.others is None:
+    if not source.is_folder:
         _write_file(path, source.tree)
         return
     with atomic_folder(path) as folder:
         for name, content in source.tree.items():
             _write_file(folder / name, content)
-        for name, file in source.others.items():
-            shutil.copyfile(file, folder / name)
 
 
 def _write_file(path: Path, content: Any) -> None:
-    if path.name == TRAINER:
+    if isinstance(content, Path):
+        shutil.copyfile(content, path)
+    elif path.name == TRAINER:
         # This is the format of Transformers.
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     elif path.suffix.lower() != ".safetensors":

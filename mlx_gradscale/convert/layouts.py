@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
 from ..files.text import dtype_name
+from ..torch_checkpoint import Tensor
 from .files import ConvertError, match_type
 
 Shape = tuple[int, ...]
@@ -61,33 +62,29 @@ class Row:
         axes = AXES[self.layout][1](moved.ndim)
         return mx.transpose(moved, np.argsort(axes).tolist())
 
-    def mlx_shapes(self, shape: Shape) -> list[Shape]:
+    def mlx_shapes(self, shape: Shape) -> dict[str, Shape]:
         """Return the MLX shapes, or the PyTorch shape if the layout does not apply."""
         least, get_axes = AXES[self.layout]
         axes = get_axes(len(shape)) if len(shape) >= least else range(len(shape))
         count, moved = len(self.mlx), [shape[axis] for axis in axes]
         if count > 1 and moved and moved[0] % count == 0:
             moved[0] //= count
-        return [tuple(moved)] * count
+        return dict.fromkeys(self.mlx, tuple(moved))
 
     def write(
-        self,
-        held: dict[str, Any],
-        name: str,
-        arrays: Mapping[str, mx.array],
-        like: Any = None,
+        self, held: dict[Any, Any], arrays: Mapping[str, mx.array], like: Tensor
     ) -> None:
-        """Replace a tensor by MLX's values, or add one of the same type as ``like``.
+        """Replace the tensor in a dict by MLX's values, or add one typed as ``like``.
 
         A tensor that MLX only rounded is kept, and zeros are not added.
         """
-        old, new, same = held.get(name), self.to_torch(arrays), None
+        old, new, same = held.get(self.torch), self.to_torch(arrays), None
         if old is None:
             same = mx.zeros_like(new)
         elif old.dtype != dtype_name(new):
             same = old.read().astype(new.dtype, stream=mx.cpu)
         if same is None or not mx.array_equal(same, new, equal_nan=True).item():
-            held[name] = match_type(new, like if old is None else old)
+            held[self.torch] = match_type(new, like if old is None else old)
 
 
 def known_rows(model: nn.Module) -> dict[str, Row]:

@@ -28,6 +28,7 @@ class OptimizerSpec:
     settings: tuple[str, ...]  # group keys that are MLX's constructor arguments
     required: set[str]  # group keys that are always present
     refused: dict[str, str]  # setting -> the difference if it is on
+    refused_slots: tuple[str, ...] = ()  # state of settings that are refused
     forced: dict[str, Any] = field(default_factory=dict)  # to match PyTorch
     has_step: bool = True  # whether PyTorch keeps a step count
     note: str = ""  # always shown to the user
@@ -35,12 +36,8 @@ class OptimizerSpec:
 
 # Group keys written by the schedules in torch.optim.lr_scheduler.
 SCHEDULED = (
-    "initial_lr",
-    "min_lr",
-    "max_lr",
-    "swa_lr",
-    "base_momentum",
-    "max_momentum",
+    *("initial_lr", "min_lr", "max_lr", "swa_lr"),
+    *("base_momentum", "max_momentum"),
 )
 # Whether Adam's weight decay is AdamW's. PyTorch before 2.7 does not save it.
 DECOUPLED = "decoupled_weight_decay"
@@ -58,6 +55,7 @@ _L2 = {"weight_decay": "MLX's version does not add weight_decay * w to the gradi
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
     "required": {"betas", "eps", "amsgrad"},
+    "refused_slots": ("max_exp_avg_sq",),
     "forced": {"bias_correction": True},
 }
 _REFUSED_ADAM = {
@@ -100,6 +98,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
             "momentum": "MLX's RMSprop has no momentum",
             "centered": "MLX's RMSprop does not track the mean gradient",
         },
+        refused_slots=("momentum_buffer", "grad_avg"),
     ),
     "Adagrad": OptimizerSpec(
         optim.Adagrad,
@@ -146,7 +145,7 @@ def recognize(groups: Sequence[Settings], slots: Iterable[str]) -> str:
     if fits == ["Adam", "AdamW"]:
         flags = {group.get(DECOUPLED) for group in groups}
         # Without weight decay, the two are identical.
-        is_decayed = any(number(group.get("weight_decay", 0)) for group in groups)
+        is_decayed = any(group.get("weight_decay") for group in groups)
         return "AdamW" if flags == {True} or (is_decayed and None in flags) else "Adam"
     if len(fits) == 1:
         return fits[0]
@@ -161,52 +160,46 @@ def recognize(groups: Sequence[Settings], slots: Iterable[str]) -> str:
 
 
 def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bool:
-    extra = held - set(spec.slots) - {"step"}
-    # amsgrad, centered and RMSprop's momentum add slots. A later check refuses these
-    # settings by name.
-    extra -= {"max_exp_avg_sq", "grad_avg"} | (
-        {"momentum_buffer"} if "square_avg" in spec.slots else set()
-    )
-    missing = set(spec.slots) - held if held - {"step"} else set()
-    return not (extra or missing) and all(
-        spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
-        for group in groups
+    is_new = held <= {"step"}
+    return (
+        (is_new or held >= spec.slots.keys())
+        and held <= {"step", *spec.slots, *spec.refused_slots}
+        and all(spec.required <= set(group) for group in groups)
+        and all(("eps" in group) == ("eps" in spec.settings) for group in groups)
     )
 
 
-def plain_setting(value: Any) -> Any:
-    """Convert the arrays in a setting to Python numbers, and tuples to lists."""
-    if isinstance(value, (list, tuple)):
-        if any(isinstance(item, CONTAINERS) for item in value):
-            raise TypeError("a setting is nested")  # and may be endless to print
-        return [number(item) for item in value]
-    return number(value)
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Convert arrays and NumPy scalars in settings to numbers, and tuples to lists."""
+    plain: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, (list, tuple)) and key != "params":
+            if any(isinstance(item, CONTAINERS) for item in value):
+                raise TypeError(f"{key} is nested")  # and may be endless to print
+            plain[key] = [number(item) for item in value]
+        elif key != "params":
+            plain[key] = number(value)
+    return plain
 
 
-def find_refused(spec: OptimizerSpec, settings: Settings) -> dict[str, str]:
-    """Return unsupported settings that are on, with what MLX does instead."""
+def find_differences(
+    spec: OptimizerSpec, whose: str, plain: Settings
+) -> dict[str, str]:
+    """Return a sentence for each setting that is on and that the other side lacks."""
     return {
-        key: text
+        key: f"{whose} has {key}={plain[key]!r}. {text}."
         for key, text in (spec.refused | REFUSED).items()
-        if plain_setting(settings.get(key)) not in (OFF.get(key, 0), None)
-    }
-
-
-def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Return ``{sentence: setting}`` for unsupported settings that are on."""
-    return {
-        f"{whose} has {key}={plain_setting(settings[key])!r}. {text}.": key
-        for key, text in find_refused(spec, settings).items()
+        if plain.get(key) not in (OFF.get(key, 0), None)
     }
 
 
 def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:
     """Raise unless all differences are accepted; return them as notes."""
-    bad = {text: key for text, key in found.items() if key not in accept}
+    bad = [key for key in found if key not in accept]
     if bad:
-        keys = [*dict.fromkeys(bad.values())]
         raise ConvertError(
-            f"{' '.join(bad)} To convert anyway and ignore the difference, pass "
-            f"accept={keys} ({' '.join(f'--accept {key}' for key in keys)})."
+            f"{' '.join(found[key] for key in bad)} To convert anyway and ignore the "
+            f"difference, pass accept={bad} "
+            f"({' '.join(f'--accept {key}' for key in bad)})."
         )
-    return list(found)
+    return [*found.values()]

@@ -3,6 +3,7 @@
 import json
 import os
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from .rows import Options
 from .run import Plan
 
 ORIGIN = "torch.json"  # in the folder of the run
-_CHUNK = 2**24
 
 
 def write_origin(
@@ -32,12 +32,15 @@ def write_origin(
     (folder / ORIGIN).write_text(json.dumps(content))
 
 
-def read_origin(folder: Path, given: Options) -> tuple[Path, dict[str, Row], Options]:
-    """Return the path of a run's original, its rows, and the options with ``accept``.
+def read_origin(
+    folder: Path, given: Options, like: Path | None
+) -> tuple[Path, dict[str, Row], Options]:
+    """Return the original of a run (or ``like``), its rows, and all options.
 
     Raises:
-        ConvertError: If there is no ``torch.json``, it is damaged, or options other
-            than ``accept`` were ``given``, since it contains them.
+        ConvertError: If the original is missing or has changed, if there is no
+            ``torch.json`` or it is damaged, or if options other than ``accept`` were
+            given, since it contains them.
     """
     path = folder / ORIGIN
     if not path.exists():
@@ -51,31 +54,24 @@ def read_origin(folder: Path, given: Options) -> tuple[Path, dict[str, Row], Opt
             f"{path} already contains all options except --accept. Omit the others, or "
             "pass --like and --model too."
         )
-    held = read_json(path)
     try:
+        held = read_json(path)
         rows = {
             name: Row(torch, tuple(mlx), held["layouts"][name])
             for name, (torch, *mlx) in held["rows"].items()
         }
         accept = (*held["accept"], *given.accept)
         options = Options(keys=held["keys"], names=held["names"], accept=accept)
-        return Path(os.path.normpath(folder / held["original"])), rows, options
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConvertError(f"{path} is damaged: {error!r}. {_LIKE}") from error
-
-
-def check_original(folder: Path, original: Path) -> None:
-    """Raise if a run's original is missing, changed, or not a regular file."""
-    try:
-        found = _digest(original)
-    except OSError as error:
+        original = Path(os.path.normpath(folder / held["original"]))
+        if like is None and _digest(original) != held["files"]:
+            raise ValueError(f"{original} has changed since")
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConvertError(
-            f"The original of this run, {original}, cannot be read: {error}. {_LIKE}"
+            f"The original in {path} cannot be used: {type(error).__name__}: {error}. "
+            "Pass the PyTorch checkpoint that the run came from, or another of the "
+            "same model, with --like."
         ) from error
-    if found != read_json(folder / ORIGIN)["files"]:
-        raise ConvertError(
-            f"The original of this run, {original}, has changed since. {_LIKE}"
-        )
+    return like or original, rows, options
 
 
 def _digest(original: Path) -> dict[str, Any]:
@@ -85,15 +81,9 @@ def _digest(original: Path) -> dict[str, Any]:
         files = sorted(file for file in original.iterdir() if file.is_file())
     found = {}
     for path in files:
-        size = crc = 0
+        crc = 0
         with open(path, "rb", opener=open_file) as file:
-            while chunk := file.read(_CHUNK):
-                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        found[path.name if original.is_dir() else ""] = [size, crc]
+            for chunk in iter(partial(file.read, 2**24), b""):
+                crc = zlib.crc32(chunk, crc)
+            found[path.name if original.is_dir() else ""] = [file.tell(), crc]
     return found
-
-
-_LIKE = (
-    "Pass the PyTorch checkpoint that the run came from, or another of the same model, "
-    "with --like."
-)

@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..files.text import list_some
-from . import hints
 from .files import ConvertError
 from .layouts import AXES, Row, Shape, known_rows, probe_sanitize, try_sanitize
 
@@ -25,8 +24,8 @@ from .layouts import AXES, Row, Shape, known_rows, probe_sanitize, try_sanitize
 _WRAPPERS = re.compile(
     r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# Prefixes in LightningModules, and in Transformers' GPT-2 with a head.
-_PREFIXES = ("model.", "transformer.")
+# None, and the prefixes in LightningModules and in Transformers' GPT-2 with a head.
+_PREFIXES = ("", "model.", "transformer.")
 # base_model.model.<path>.lora_A[.<adapter>].weight
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
@@ -51,9 +50,12 @@ class Table:
     """Rows by PyTorch name. All names of a tied tensor have the same row."""
 
     rows: dict[str, Row]
-    notes: list[str] = field(default_factory=list)
+    # Names of tensors without a row, but for those that the model's sanitize drops.
+    lost: list[str] = field(default_factory=list)
+    known: dict[str, Row] = field(default_factory=dict)  # all that the model accepts
     # Changes the model as its sanitize does.
     change_model: Callable[[], object] = lambda: None
+    notes: list[str] = field(default_factory=list)
 
 
 def bare_name(name: str) -> str:
@@ -96,19 +98,27 @@ def make_table(
     dropped |= {name for name in tensors if name.endswith(_TORCH_ONLY)}
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {name: x.shape for name, x in tree_flatten(model.parameters())}
-    found, lost, known, change_model = _find_rows(shapes, options.rename, model)
+    table = _find_rows(shapes, options.rename, model)
     owners: dict[int, Row] = {}  # by tensor: several names may be tied
-    wrong: list[Row] = []
-    square: list[str] = []  # weights that may be transposed or not
-    for name, row in found.items():
-        shape, wanted = shapes[name], [own[n] for n in row.mlx]
-        row = replace(row, layout=given.get(name, row.layout))
-        if not row.layout:
-            row = _check_custom(row, shape, wanted)
-        elif name not in given and row.layout == "same" and len(shape) == 2:
-            square += [name] * (shape[0] == shape[1])
+    for name, row in table.rows.items():
+        shape, wanted = shapes[name], {n: own[n] for n in row.mlx}
+        layout = given.get(name) or row.layout or _find_custom(row, shape, wanted)
+        row = replace(row, layout=layout)
         if row.mlx_shapes(shape) != wanted:
-            wrong.append(row)
+            made, fit = row.mlx_shapes(shape)[row.mlx[0]], wanted[row.mlx[0]]
+            moved = f", or {made} in MLX's layout ({layout})" if made != shape else ""
+            hint = "Create the MLX model with the sizes of the PyTorch model."
+            if shape[::-1] == fit:
+                hint = (
+                    "If PyTorch stores weights as (in, out), as Transformers' Conv1D "
+                    "does, pass layouts=... with a pattern for all of them (--layout "
+                    f"'{name}=transpose'). Square weights, whose shapes do not show "
+                    "it, need the same."
+                )
+            raise ConvertError(
+                f"{name} has shape {shape} in PyTorch{moved}, but the MLX model has "
+                f"shape {fit} for {' and '.join(row.mlx)}. {hint}"
+            )
         owner = owners.setdefault(id(tensors[name]), row)
         if owner.mlx != row.mlx:
             raise ConvertError(
@@ -117,28 +127,37 @@ def make_table(
                 "Tie them in MLX (embedding.as_linear), or untie them in PyTorch "
                 "before saving."
             )
-    if wrong:
-        raise ConvertError(hints.explain_shape(wrong, square, shapes, own))
     # If a tensor matches by one of its names, its unmatched names are aliases.
-    rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
-    lost = [name for name in lost if name not in rows]
-    _check_names(rows, lost, known, is_partial=is_adapter(shapes))
-    unused = [n for n in tensors if n not in rows and not n.endswith(_TORCH_ONLY)]
-    return Table(rows, hints.describe_model(model, rows, unused), change_model)
+    table.rows = {n: owners[id(x)] for n, x in tensors.items() if id(x) in owners}
+    table.lost = [name for name in table.lost if name not in table.rows]
+    _check_names(table, is_partial=is_adapter(shapes))
+    grouped = [
+        name or "the model itself"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.GroupNorm)
+        and not layer.pytorch_compatible
+        and 1 < layer.num_groups < layer.dims
+    ]
+    if grouped:
+        table.notes.append(
+            "These layers group channels differently from PyTorch's GroupNorm: "
+            f"{list_some(grouped)}. Create them with pytorch_compatible=True."
+        )
+    return table
 
 
-def _check_custom(row: Row, shape: Shape, wanted: list[Shape]) -> Row:
-    """Return the row of a custom layer; raise if shapes do not tell its layout."""
-    rows = [replace(row, layout=x) for x in ("same", "conv", "conv_transpose")]
-    fits = [each.layout for each in rows if each.mlx_shapes(shape) == wanted]
+def _find_custom(row: Row, shape: Shape, wanted: Mapping[str, Shape]) -> str:
+    """Return the layout of a custom layer; raise if shapes do not tell it."""
+    layouts = ("same", "conv", "conv_transpose")
+    fits = [x for x in layouts if replace(row, layout=x).mlx_shapes(shape) == wanted]
     if {*fits} - {"same"}:
         flags = " or ".join(f"{row.torch}={layout}" for layout in fits)
         raise ConvertError(
-            f"{row.torch} has shape {shape} in PyTorch and {wanted[0]} in the MLX "
-            "model. It belongs to a custom layer, so its layout is unknown. Pass it "
-            f"with layouts=... (--layout {flags})."
+            f"{row.torch} has shape {shape} in PyTorch and {wanted[row.mlx[0]]} in "
+            "the MLX model. It belongs to a custom layer, so its layout is unknown. "
+            f"Pass it with layouts=... (--layout {flags})."
         )
-    return rows[0]
+    return "same"
 
 
 def _match(pattern: str, names: Collection[str]) -> list[str]:
@@ -168,16 +187,11 @@ def _given_layouts(
 
 def _find_rows(
     shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
-) -> tuple[dict[str, Row], list[str], dict[str, Row], Callable[[], object]]:
-    """Match tensors to the rows that a model accepts.
-
-    Return their rows, the names without one (but for those that ``sanitize`` drops),
-    all rows that the model accepts, and a function that changes it as ``sanitize``
-    does.
-    """
+) -> Table:
+    """Match tensors to the rows that a model accepts, by name alone."""
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
     known, change_model = known_rows(model), Table.change_model
-    found = []
+    found: list[Table] = []
     for candidate in _rename_candidates(rename):
         names: dict[str, tuple[str, str]] = {n: from_peft(candidate(n)) for n in shapes}
         if has_sanitize:  # it does not expect LoRA adapters
@@ -192,30 +206,25 @@ def _find_rows(
             if new in known
         }
         lost = [name for name in names if name not in rows]
-        found.append((rows, lost, known, change_model))
+        found.append(Table(rows, lost, known, change_model))
         if len(rows) == len(shapes):
             break
     # Of equal results, max() returns the first, which removes the least.
-    return max(found, key=lambda each: len(each[0]))
+    return max(found, key=lambda table: len(table.rows))
 
 
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
     """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
-    for prefix in ("", *_PREFIXES):
+    for prefix in _PREFIXES:
         yield partial(lambda p, name: bare_name(rename(name)).removeprefix(p), prefix)
         yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
 
 
-def _check_names(
-    rows: Mapping[str, Row],
-    lost: list[str],
-    known: Mapping[str, Row],
-    is_partial: bool,
-) -> None:
+def _check_names(table: Table, is_partial: bool) -> None:
     """Raise unless each parameter of the model has exactly one tensor."""
     taken: dict[str, Row] = {}
-    for row in rows.values():
+    for row in table.rows.values():
         for name in row.mlx:
             if taken.setdefault(name, row) is not row:
                 raise ConvertError(
@@ -223,21 +232,24 @@ def _check_names(
                     "Rename one with rename=... (--rename), or drop it with drop=... "
                     "(--drop)."
                 )
-    wanted = {name for row in known.values() for name in row.mlx}
+    wanted = {name for row in table.known.values() for name in row.mlx}
+    advice = (
+        "Pass rename=... (or --rename '^net[.]=' to drop the prefix 'net.'), or ignore "
+        "tensors with drop=... (--drop). Recurrent layers and parametrized or pruned "
+        "weights cannot be converted."
+    )
     if is_partial:  # the checkpoint has no base model
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
-        if lost and not wanted:
-            raise ConvertError(hints.NO_LORA)
-    missing = sorted(wanted - taken.keys())
-    problems = []
-    if lost:
-        problems.append(f"The MLX model has no parameter for {list_some(lost)}.")
-    if missing:
-        problems.append(f"The checkpoint has no tensor for {list_some(missing)}.")
-    if problems:
-        drop = ", or ignore them with drop=... (--drop)" if lost else ""
-        raise ConvertError(
-            f"{' '.join(problems)} Pass rename=... (or --rename '^net[.]=' to drop the "
-            f"prefix 'net.'){drop}. "
-            "Recurrent layers and parametrized or pruned weights cannot be converted."
+        advice = (
+            "Add LoRA layers to the MLX model as in the checkpoint, with mlx_lm.tuner."
+            "utils.linear_to_lora_layers. On the command line, pass a function that "
+            "does so as --model MODULE:NAME."
         )
+    missing = sorted(wanted - taken.keys())
+    problems = ""
+    if table.lost:
+        problems += f"The MLX model has no parameter for {list_some(table.lost)}. "
+    if missing:
+        problems += f"The checkpoint has no tensor for {list_some(missing)}. "
+    if problems:
+        raise ConvertError(problems + advice)

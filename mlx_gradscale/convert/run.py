@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from ..core.trees import get_at, restore, snapshot
 from ..files.text import list_some
 from ..torch_checkpoint import Tensor, read_all, replace_tensors
 from .files import (
-    TRAINER,
     ConvertError,
     Source,
     check_target,
@@ -30,11 +28,21 @@ from .files import (
     read_source,
     write_source,
 )
-from .groups import Group, find_names, read_groups
 from .layouts import Row
-from .optimizers import Rate, build, check_groups, plan_groups, rebuild, to_torch
+from .names import find_names
+from .optimizers import (
+    Group,
+    Rate,
+    build,
+    check_groups,
+    plan_groups,
+    read_groups,
+    rebuild,
+    subtree,
+    to_torch,
+)
 from .rows import Options, Table, is_adapter, make_table
-from .sections import Sections, find_sections, list_others
+from .sections import Keys, find_sections, list_others
 
 # What reading a value of the wrong type raises.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -65,19 +73,27 @@ class Plan:
     """Where each array of an MLX run belongs in a PyTorch checkpoint."""
 
     source: Source
-    sections: Sections
+    sections: dict[str, list[Keys]]
+    tensors: dict[str, Any]  # the model's state dict
     table: Table
+    others: list[str]  # paths of entries to copy
+    notes: list[str]
     groups: list[Group] = field(default_factory=list)  # of all optimizers
     names: list[str] = field(default_factory=list)  # of the parameters in all groups
     scaler: GradScaler | None = None
-    notes: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)  # paths of entries to copy
 
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """The model's state dict."""
-        tensors: dict[str, Any] = get_at(self.sections.model, self.source.tree)
-        return tensors
+    def places(self) -> Iterator[tuple[dict[Any, Any], Row, Tensor]]:
+        """Yield the dict, the row and the parameter of each weight and moment.
+
+        A row's PyTorch name is the tensor's key in the dict.
+        """
+        for name, row in self.table.rows.items():
+            if name == row.torch:  # a tied tensor is converted once
+                yield self.tensors, row, self.tensors[name]
+        for group in self.groups:
+            for index, row in group.moments():
+                parameter = self.tensors[group.rows[index].torch]
+                yield group.slots[index], row, parameter
 
 
 def make_plan(
@@ -89,7 +105,7 @@ def make_plan(
     """Find out how a checkpoint maps to a model, or to the given rows."""
     tree = source.tree
     sections = find_sections(tree, options.keys)
-    held = get_at(sections.model, tree)
+    held = get_at(sections["model"][0], tree)
     tensors = {name: x for name, x in held.items() if isinstance(x, Tensor)}
     if rows is not None:
         table = Table(dict(rows))
@@ -100,46 +116,43 @@ def make_plan(
             "The MLX model, which determines names, layouts and shapes, is missing. "
             "Pass it (--model)."
         )
-    plan = Plan(source, sections, table, notes=source.notes + table.notes)
-    with _damage_is_an_error():
-        for path in sections.optimizers:
-            plan.groups += read_groups(get_at(path, tree))
-        if plan.groups:
-            # A safetensors file does not preserve PyTorch's order of tensors.
-            is_ordered = not str((*sections.model, "")[0]).endswith(".safetensors")
-            plan.names, doubts = find_names(
-                plan.groups, tensors, table.rows, options, is_ordered
-            )
-            step = source.trainer.get("global_step")
-            plan_groups(plan.groups, plan.names, table.rows, step)
-            plan.notes += check_groups(plan.groups, options.accept) + doubts
-        if sections.scaler is not None:
-            plan.scaler, state = GradScaler(), get_at(sections.scaler, tree)
-            plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
-    plan.others += list_others(tree, sections)
-    if plan.others:
-        plan.notes.append(
-            f"These entries are not converted: {list_some(plan.others, 12)}. They are "
-            "copied from the original on the way back. If one is a schedule, pass an "
-            "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
-        )
-    return plan
-
-
-@contextmanager
-def _damage_is_an_error() -> Iterator[None]:
-    """Raise a ``ConvertError`` for what only a damaged state raises."""
+    others, notes = list_others(tree, sections), source.notes + table.notes
+    plan = Plan(source, sections, held, table, others, notes)
     try:
-        yield
+        _plan_state(plan, tensors, options)
     except ConvertError:
         raise
     except _DAMAGE as error:
         raise ConvertError(
             "The state of the optimizer or the scaler is damaged: "
             f"{type(error).__name__}: {error}. Save it again in PyTorch, or leave it "
-            "out with keys={'optimizer': ''} (--optimizer-key '') or keys={'scaler': "
-            "''} (--scaler-key '')."
+            "out with keys={'optimizer': '', 'scaler': ''} (--optimizer-key '' "
+            "--scaler-key '')."
         ) from error
+    if others:
+        notes.append(
+            f"These entries are not converted: {list_some(others, 12)}. They are "
+            "copied from the original on the way back. If one is a schedule, pass an "
+            "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
+        )
+    return plan
+
+
+def _plan_state(plan: Plan, tensors: Mapping[str, Any], options: Options) -> None:
+    """Plan the optimizers and the scaler."""
+    source, sections, groups = plan.source, plan.sections, plan.groups
+    for path in sections["optimizer"]:
+        groups += read_groups(get_at(path, source.tree))
+    if groups:
+        # A safetensors file does not preserve PyTorch's order of tensors.
+        is_ordered = not str([*sections["model"][0], ""][0]).endswith(".safetensors")
+        rows = plan.table.rows
+        plan.names, doubts = find_names(groups, tensors, rows, options, is_ordered)
+        plan_groups(groups, plan.names, rows, source.trainer.get("global_step"))
+        plan.notes += check_groups(groups, options.accept) + doubts
+    for path in sections["scaler"]:
+        plan.scaler, state = GradScaler(), get_at(path, source.tree)
+        plan.scaler.load_state_dict({k: number(x) for k, x in state.items()})
 
 
 def load_torch(
@@ -229,8 +242,7 @@ def load(
     """Load a planned checkpoint; ``wrapped`` are settings of the wrapper, if any."""
     run = TorchRun(None, plan.scaler, plan.notes)
     if plan.groups:
-        with _damage_is_an_error():
-            run.optimizer = build(plan.groups, learning_rate)
+        run.optimizer = build(plan.groups, learning_rate)
         if wrapped is not None:
             run.optimizer = LossScaleOptimizer(run.optimizer, run.scaler, **wrapped)
             run.scaler = run.optimizer.scaler
@@ -245,15 +257,14 @@ def load(
 
 def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a checkpoint's arrays to the model and the optimizer."""
-    rows = [row for name, row in plan.table.rows.items() if name == row.torch]
-    tensors = [plan.tensors[row.torch] for row in rows]
-    for group in plan.groups:
-        for index, row in group.moments():
-            if group.slots[index].get(row.torch) is not None:
-                rows.append(row)
-                tensors.append(group.slots[index][row.torch])
+    places = [
+        (row, tensor)
+        for held, row, _ in plan.places()
+        if (tensor := held.get(row.torch)) is not None
+    ]
+    values = read_all(tensor for _, tensor in places)
     arrays: dict[str, mx.array] = {}
-    for row, value in zip(rows, read_all(tensors), strict=True):
+    for (row, _), value in zip(places, values, strict=True):
         arrays |= row.to_mlx(value)
     plan.table.change_model()
     dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
@@ -261,7 +272,7 @@ def _load_arrays(plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> N
     model.load_weights([*weights.items()], strict=False)
     if optimizer is not None:
         trained = model.trainable_parameters()
-        held = {n for g in plan.groups for row in g.rows.values() for n in row.mlx}
+        held: set[str] = set().union(*(group.members for group in plan.groups))
         missing = [name for name, _ in tree_flatten(trained) if name not in held]
         if missing:
             raise ConvertError(
@@ -424,10 +435,10 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     if settings and settings[0]["class"] in WRAPPERS:
         bits, settings = settings[0]["values"]["state_bits"], settings[1:]
         if bits != 32:
-            inner = rebuild(settings, _without_prefix("optimizer", state))
+            inner = rebuild(settings, subtree("optimizer.", state))
             state = decode(state, inner, bits, weights)
-        weights |= _without_prefix("masters", state)
-        state = _without_prefix("optimizer", state)
+        weights |= subtree("masters.", state)
+        state = subtree("optimizer.", state)
     # The base class stands for no optimizer.
     if [row["class"] for row in settings] == ["Optimizer"]:
         state, settings = {}, []
@@ -435,45 +446,38 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     return Checkpoint(weights, state, saved.scaler, saved.extra, description)
 
 
-def _without_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose path starts with a name, without that name."""
-    start = f"{prefix}."
-    return {k.removeprefix(start): x for k, x in arrays.items() if k.startswith(start)}
-
-
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     """Replace a checkpoint's values by those of a run, and return notes."""
-    source, sections = plan.source, plan.sections
-    settings, notes = run.description["settings"], []
+    source, sections, tensors = plan.source, plan.sections, plan.tensors
+    rows, settings = plan.table.rows, run.description["settings"]
+    _check_model(rows, tensors, run.weights)
+    arrays = run.optimizer | run.weights
+    for held, row, parameter in plan.places():
+        if row.mlx[0] in arrays:  # moments of parameters frozen in MLX are not
+            row.write(held, arrays, parameter)
+    for name, row in rows.items():  # the names of a tied tensor get the same one
+        tensors[name] = tensors[row.torch]
+    notes = [
+        f"The MLX {kind}'s state is not written: the original has no {kind} state, or "
+        f"keys={{'{kind}': ''}} (--{kind}-key '') omits it."
+        for kind, is_held in (("optimizer", settings), ("scaler", run.scaler))
+        if is_held and not sections[kind]
+    ]
     old = new = 0  # steps
-    _fill_model(plan, run.weights)
-    for name, is_held, paths in (
-        ("optimizer", settings, sections.optimizers),
-        ("scaler", run.scaler, sections.scaler),
-    ):
-        if is_held and not paths:
-            notes.append(
-                f"The MLX {name}'s state is not written: the original has no {name} "
-                f"state, or keys={{'{name}': ''}} (--{name}-key '') omits it."
-            )
     if settings and plan.groups:
-        with _damage_is_an_error():
-            notes += to_torch(plan.groups, plan.tensors, run, accept)
+        notes += to_torch(plan.groups, run, accept)
         old = max(group.step for group in plan.groups)
         new = max(int(number(run.optimizer[f"{g.prefix}step"])) for g in plan.groups)
     elif plan.groups:
-        for path in reversed(sections.optimizers):
+        for path in reversed(sections["optimizer"]):
             del get_at(path[:-1], source.tree)[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
-    if run.scaler and sections.scaler is not None:
-        get_at(sections.scaler, source.tree).update(run.scaler)
+    for path in sections["scaler"] if run.scaler else ():
+        get_at(path, source.tree).update(run.scaler)
     moved = _move_trainer(source, old, new)
     if moved:
-        changes = ", ".join(moved.values())
-        notes.append(f"Changed to match the optimizer's step: {changes}.")
+        notes.append(f"Moved from step {old} to step {new}: {', '.join(moved)}.")
     stale = [name for name in plan.others if name not in moved]
-    # These files hold random states and data positions.
-    stale += [n for n in source.others or () if n.endswith((".pkl", ".pth"))]
     if stale and old != new:
         notes.append(
             f"{_MOVED_ON}, but these entries are copied from the original: "
@@ -485,51 +489,44 @@ def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:
     return notes
 
 
-def _fill_model(plan: Plan, weights: Mapping[str, mx.array]) -> None:
-    rows, tensors = plan.table.rows, plan.tensors
-    placed = {name for row in rows.values() for name in row.mlx}
-    wrong = sorted(placed - weights.keys())
-    if not is_adapter(rows):  # adapters lack the base model
-        wrong += sorted(weights.keys() - placed)
-    wrong = wrong or [
-        name
-        for name, row in rows.items()
-        if row.mlx_shapes(tensors[name].shape) != [weights[n].shape for n in row.mlx]
-    ]
+def _check_model(
+    rows: Mapping[str, Row],
+    tensors: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+) -> None:
+    """Raise unless the weights have the names and the shapes of the original's."""
+    wrong = sorted(rows.keys() - tensors.keys())
+    wanted: dict[str, Any] = {}
+    for name, row in rows.items():
+        wanted |= row.mlx_shapes(tensors[name].shape) if name in tensors else {}
+    found = {name: x.shape for name, x in weights.items()}
+    # Adapters lack the base model.
+    names = wanted if is_adapter(rows) else wanted | found
+    wrong += [name for name in names if wanted.get(name) != found.get(name)]
     if wrong:
         raise ConvertError(
             f"The MLX model and the original's model differ in {list_some(wrong)}. Use "
             "a PyTorch checkpoint of the same model."
         )
-    for name, row in rows.items():
-        if name == row.torch:
-            row.write(tensors, name, weights)
-    for name, row in rows.items():  # the names of a tied tensor get the same one
-        tensors[name] = tensors[row.torch]
 
 
-def _move_trainer(source: Source, was: int, now: int) -> dict[str, str]:
+def _move_trainer(source: Source, was: int, now: int) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``train(resume_from_checkpoint=...)`` resumes from them. They change only if the
     original's ``global_step`` equals its optimizer's step count. The two differ after
-    skipped steps. Return the changes by file.
+    skipped steps. Return the names of the changed files.
     """
-    state = source.trainer
+    state, moved = source.trainer, []
     if was == now or state.get("global_step") != was:
-        return {}
-    moved: list[tuple[str, str, Any]] = [(TRAINER, "global_step", now)]
+        return []
     if was and "epoch" in state:
-        moved.append((TRAINER, "epoch", state["epoch"] * now / was))
+        state["epoch"] = state["epoch"] * now / was
     for name, content in source.tree.items():
-        is_schedule = "scheduler" in name and isinstance(content, dict)
-        if is_schedule and content.get("last_epoch") == was:
-            moved.append((name, "last_epoch", now))
+        key = "last_epoch" if "scheduler" in name else "global_step"
+        if isinstance(content, dict) and content.get(key) == was:
+            content[key] = now
             if "_step_count" in content:
-                moved.append((name, "_step_count", content["_step_count"] + now - was))
-    shown: dict[str, str] = {}
-    for name, key, value in moved:
-        text = f"{key} from {source.tree[name][key]:g} to {value:g}"
-        shown[name] = f"{shown[name]}, {text}" if name in shown else text
-        source.tree[name][key] = value
-    return shown
+                content["_step_count"] += now - was
+            moved.append(name)
+    return moved

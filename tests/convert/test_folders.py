@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.convert_runs import Small, forward, identical, small, small_adam, take_step
 
-from mlx_gradscale import restore_checkpoint
+from mlx_gradscale import restore_checkpoint, save_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import (
@@ -24,15 +24,14 @@ from mlx_gradscale.torch_checkpoint import Placeholder
 NAMES = ("fc.weight", "fc.bias")
 
 
-def trainer_folder(path, schedule=True):
+def trainer_folder(path):
     """As Transformers' Trainer writes it, with its own objects."""
     path.mkdir()
     weights, optimizer, _ = small_adam()
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
     pt.save(path / "optimizer.pt", optimizer)
-    if schedule:
-        state = {"base_lrs": [0.1], "last_epoch": 3, "_step_count": 4}
-        pt.save(path / "scheduler.pt", state)
+    state = {"base_lrs": [0.1], "last_epoch": 3, "_step_count": 4}
+    pt.save(path / "scheduler.pt", state)
     args = Placeholder("transformers", "TrainingArguments").called(b"R", ())
     pt.save(path / "training_args.bin", args)
     (path / "rng_state.pth").write_bytes(b"random")
@@ -42,64 +41,55 @@ def trainer_folder(path, schedule=True):
     return path
 
 
-def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn):
-    source = trainer_folder(tmp_path / "checkpoint-3")
+def steps_in_mlx(source, target, steps):
+    """Convert a folder there and back; return the run and the notes."""
     model = Small()
     run = load_torch(source, model, names=NAMES)
-    for _ in range(3):
+    for _ in range(steps):
         take_step(model, run.optimizer)
     parts = model, run.optimizer
-    notes = save_torch(tmp_path / "back", *parts, like=source, names=NAMES)
-    assert notes[0] == (
-        "Changed to match the optimizer's step: global_step from 3 to 6, "
-        "epoch from 0.5 to 1, last_epoch from 3 to 6, _step_count from 4 to 7."
-    )
+    return run, save_torch(target, *parts, like=source, names=NAMES)
+
+
+def trainer_state(folder, **changes):
+    path = folder / "trainer_state.json"
+    state = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(state))
+    return state
+
+
+def test_trainer_folder_round_trip_advances_its_step_counters(tmp_path, recwarn):
+    source, target = trainer_folder(tmp_path / "checkpoint-3"), tmp_path / "back"
+    notes = steps_in_mlx(source, target, 3)[1]
+    assert notes[0] == "Moved from step 3 to step 6: scheduler.pt, trainer_state.json."
     assert "rng_state.pth" in notes[1]
     assert "scheduler.pt" not in notes[1]
-    assert {p.name for p in (tmp_path / "back").iterdir()} == {
-        p.name for p in source.iterdir()
-    }
-    state = json.loads((tmp_path / "back/trainer_state.json").read_text())
+    assert {*os.listdir(target)} == {*os.listdir(source)}
+    state, scheduler = trainer_state(target), pt.load(target / "scheduler.pt")
     assert (state["global_step"], state["epoch"]) == (6, 1.0)
-    scheduler = pt.load(tmp_path / "back/scheduler.pt")
     assert (scheduler["last_epoch"], scheduler["_step_count"]) == (6, 7)
-    back = pt.load(tmp_path / "back/optimizer.pt")
-    assert back["state"][0]["step"].item() == 6
-    assert json.loads((source / "trainer_state.json").read_text())["global_step"] == 3
+    assert pt.load(target / "optimizer.pt")["state"][0]["step"].item() == 6
+    assert trainer_state(source)["global_step"] == 3
+    # Counters that differ from the optimizer's are not changed.
+    trainer_state(source, global_step=100)
+    notes = steps_in_mlx(source, target, 1)[1]
+    assert "scheduler.pt" in notes[0]
+    assert trainer_state(target)["global_step"] == 100
 
 
 def test_trainer_run_with_sgd_starts_at_its_global_step(tmp_path, recwarn):
     source = trainer_folder(tmp_path / "in")
     pt.save(source / "optimizer.pt", small()[1])
-    model = Small()
-    run = load_torch(source, model, names=NAMES)
-    assert run.optimizer.step.item() == 3
+    run, _ = steps_in_mlx(source, tmp_path / "out", 1)
+    assert run.optimizer.step.item() == 4
     assert not any("saves no step count" in note for note in run.notes)
-    take_step(model, run.optimizer)
-    save_torch(tmp_path / "out", model, run.optimizer, like=source, names=NAMES)
-    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
-    assert state["global_step"] == 4
+    assert trainer_state(tmp_path / "out")["global_step"] == 4
     for count in (-1, 2**60, "3", None, True):
-        text = json.dumps({"global_step": count})
-        (source / "trainer_state.json").write_text(text)
-        run = load_torch(source, model, names=NAMES)
+        trainer_state(source, global_step=count)
+        run = load_torch(source, Small(), names=NAMES)
         assert run.optimizer.step.item() == 0
         (note,) = [note for note in run.notes if "SGD saves no step count" in note]
         assert "for a MultiOptimizer, of each of its .optimizers" in note
-
-
-def test_step_counters_that_differ_from_the_optimizer_are_not_changed(tmp_path):
-    source = trainer_folder(tmp_path / "in")
-    (source / "trainer_state.json").write_text(json.dumps({"global_step": 100}))
-    model = Small()
-    run = load_torch(source, model, names=NAMES)
-    take_step(model, run.optimizer)
-    parts = model, run.optimizer
-    notes = save_torch(tmp_path / "out", *parts, like=source, names=NAMES)
-    assert not any("Changed to match" in note for note in notes)
-    assert "scheduler.pt" in notes[0]
-    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
-    assert state["global_step"] == 100
 
 
 def test_convert_command_round_trips_a_folder(tmp_path, capsys):
@@ -129,19 +119,17 @@ def test_two_models_of_an_accelerate_folder_convert_one_at_a_time(tmp_path):
     (source / "random_states_0.pkl").write_bytes(b"not read")
     with pytest.raises(ConvertError, match=r"2 models.*pytorch_model_1\.bin"):
         load_torch(source, Small())
-    last = source
     for end in ("", "_1"):
         keys = {"model": f"pytorch_model{end}.bin", "optimizer": f"optimizer{end}.bin"}
-        model = Small()
+        model, target = Small(), tmp_path / f"out{end}"
         run = load_torch(source, model, keys=keys)
         model.fc.bias = model.fc.bias + 1
-        target = tmp_path / f"out{end}"
-        save_torch(target, model, run.optimizer, like=last, keys=keys)
-        last = target
+        save_torch(target, model, run.optimizer, like=source, keys=keys)
+        source = target
     for end in ("", "_1"):
-        weights = pt.load(last / f"pytorch_model{end}.bin")
+        weights = pt.load(target / f"pytorch_model{end}.bin")
         assert weights["fc.bias"].tolist() == [2.0, 3.0]
-    assert (last / "random_states_0.pkl").read_bytes() == b"not read"
+    assert (target / "random_states_0.pkl").read_bytes() == b"not read"
 
 
 @pytest.mark.parametrize("end", ["safetensors", "bin"])
@@ -213,61 +201,49 @@ def peft_folder(path):
     return names, weights
 
 
-def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, recwarn):
-    names, weights = peft_folder(tmp_path / "in")
-    model = lora_model()
+def test_peft_lora_run_resumes_in_mlx_and_converts_back(tmp_path, capsys):
+    source, run, target = (tmp_path / name for name in ("in", "run", "out"))
+    names, weights = peft_folder(source)
+    (tmp_path / "names").write_text("\n".join(names))
     with pytest.raises(ConvertError, match=r"safetensors.*--names"):
-        load_torch(tmp_path / "in", model)
-    # The names as PyTorch's model.named_parameters() gives them.
-    run = load_torch(tmp_path / "in", model, names=tuple(names))
-    assert any("lora_alpha / r" in note for note in run.notes)
-    attention = model.layers[1].self_attn
-    key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-    assert mx.array_equal(attention.v_proj.lora_b, weights[key].T)
-    state = run.optimizer.state["model"]["layers"][1]["self_attn"]["v_proj"]
+        load_torch(source, lora_model())
+    flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
+    forward(source, run, *flags)
+    model, optimizer = lora_model(), build_optimizer(run)
+    assert restore_checkpoint(run, model, optimizer) == {"step": 3}
+    part, key = model.layers[1].self_attn.v_proj, names[-1].replace("default.", "")
+    assert mx.array_equal(part.lora_b, weights[key].T)
+    state = optimizer.state["model"]["layers"][1]["self_attn"]["v_proj"]
     assert mx.array_equal(state["lora_b"]["m"], weights[key].T * 2)
+    forward(target, run)
+    back = mx.load(str(target / "adapter_model.safetensors"))
+    identical({name: back[name] for name in weights}, weights)
 
-    def loss(x):
-        return (model(x) ** 2).mean()
-
-    _, grads = nn.value_and_grad(model, loss)(mx.array([[1, 2, 3]]))
-    run.optimizer.update(model, grads)
-    options = {"like": tmp_path / "in", "names": tuple(names)}
-    save_torch(tmp_path / "out", model, run.optimizer, **options)
-    back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
+    loss = nn.value_and_grad(model, lambda x: (model(x) ** 2).mean())
+    optimizer.update(model, loss(mx.array([[1, 2, 3]]))[1])
+    save_checkpoint(run, model, optimizer)
+    forward(target, run, "--to", "torch", "--overwrite")
+    back = mx.load(str(target / "adapter_model.safetensors"))
     assert back.keys() == weights.keys()
-    assert mx.array_equal(back[key], attention.v_proj.lora_b.T)
-    moments = pt.load(tmp_path / "out/optimizer.pt")["state"]
+    assert mx.array_equal(back[key], part.lora_b.T)
+    moments = pt.load(target / "optimizer.pt")["state"]
     assert moments[7]["step"].item() == 4
     assert moments[7]["exp_avg"].shape == (8, 4)
-    assert (tmp_path / "out/adapter_config.json").exists()
+    assert (target / "adapter_config.json").exists()
 
 
-def test_convert_command_round_trips_peft_lora_or_explains_why_not(tmp_path, capsys):
-    names, weights = peft_folder(tmp_path / "in")
-    (tmp_path / "names").write_text("\n".join(names))
-    flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
-    forward(tmp_path / "in", tmp_path / "run", *flags)
-    saved = read_checkpoint(tmp_path / "run").weights
-    lora = [n for n, _ in tree_flatten(lora_model().trainable_parameters())]
-    assert sorted(saved) == sorted(lora)
-    model, optimizer = lora_model(), build_optimizer(tmp_path / "run")
-    assert restore_checkpoint(tmp_path / "run", model, optimizer) == {"step": 3}
-    key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-    assert mx.array_equal(model.layers[1].self_attn.v_proj.lora_b, weights[key].T)
-    forward(tmp_path / "out", tmp_path / "run")
-    back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
-    identical({n: back[n] for n in weights}, weights)
-    # The weights of a base model that is not frozen are not saved, either.
+def test_only_the_adapters_of_a_lora_model_are_saved_also_if_its_base_is_not_frozen(
+    tmp_path,
+):
+    peft_folder(tmp_path / "in")
     (tmp_path / "in/optimizer.pt").unlink()
     flags = ["--model", f"{__name__}:unfrozen_lora_model"]
-    forward(tmp_path / "in", tmp_path / "run_2", *flags)
-    assert sorted(read_checkpoint(tmp_path / "run_2").weights) == sorted(lora)
-
-    llama = pytest.importorskip("mlx_lm.models.llama")
-    base = llama.Model(lora_model().args)
+    forward(tmp_path / "in", tmp_path / "run", *flags)
+    model = lora_model()
+    lora = sorted(n for n, _ in tree_flatten(model.trainable_parameters()))
+    assert sorted(read_checkpoint(tmp_path / "run").weights) == lora
     with pytest.raises(ConvertError, match="linear_to_lora_layers"):
-        load_torch(tmp_path / "in", base, names=tuple(names))
+        load_torch(tmp_path / "in", type(model)(model.args))
 
 
 @pytest.mark.parametrize(
@@ -285,24 +261,19 @@ def test_unsupported_folder_error_names_its_kind(name, word, tmp_path):
 
 
 def test_folder_with_foreign_files_is_not_replaced(tmp_path, capsys):
-    source = trainer_folder(tmp_path / "in", schedule=False)
-    model = Small()
-    run = load_torch(source, model, names=NAMES)
-    parts, options = (model, run.optimizer), {"like": source, "names": NAMES}
-    save_torch(tmp_path / "out", *parts, **options)
-    model.fc.bias = model.fc.bias + 1
-    save_torch(tmp_path / "out", *parts, **options)
-    back = mx.load(str(tmp_path / "out/model.safetensors"))
-    assert back["fc.bias"].tolist() == [1.0, 1.0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    source, target = trainer_folder(tmp_path / "in"), tmp_path / "out"
+    for steps in range(2):
+        steps_in_mlx(source, target, steps)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    assert pt.load(target / "optimizer.pt")["state"][0]["step"].item() == 4
     with pytest.raises(FileExistsError, match="--overwrite"):
-        save_torch(tmp_path / "out", *parts, overwrite=False, **options)
+        save_torch(target, Small(), like=source, names=NAMES, overwrite=False)
     for name in ("other.pt", ".gitattributes"):
-        (tmp_path / "out" / name).write_bytes(b"mine")
+        (target / name).write_bytes(b"mine")
         with pytest.raises(FileExistsError, match=name):
-            save_torch(tmp_path / "out", *parts, **options)
-        assert (tmp_path / "out" / name).read_bytes() == b"mine"
-        (tmp_path / "out" / name).unlink()
+            steps_in_mlx(source, target, 0)
+        assert (target / name).read_bytes() == b"mine"
+        (target / name).unlink()
 
 
 def test_links_out_of_a_folder_and_pipes_are_not_followed(tmp_path):

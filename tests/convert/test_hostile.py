@@ -45,4 +45,5 @@ def test_containers_that_are_shared_many_times_are_searched_once():
     found = {"x": "text"}
     for _ in range(100):  # 2**100 paths to one leaf
         found = {"a": found, "b": found}
-    assert find({"model": small()[0], "rest": found}, {}).model == ("model",)
+    sections = find({"model": small()[0], "rest": found}, {})
+    assert sections["model"] == [("model",)]

@@ -24,6 +24,7 @@ from support.convert_runs import (
     mlx_model,
     model_flag,
     paths,
+    round_trip,
     sgd,
     small_adam,
     small_run,
@@ -116,7 +117,7 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_original(
     torch = pytest.importorskip("torch")
     from golden.convert.make import Training
 
-    model, name = ConvNet(), "conv_adamw"
+    model, name, like = ConvNet(), "conv_adamw", tmp_path / "like.pt"
     optimizer = optim.AdamW(
         0.01, betas=[0.8, 0.95], weight_decay=0.3, bias_correction=True
     )
@@ -125,16 +126,12 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_original(
     live = SimpleNamespace(optimizer=optimizer, scaler=scaler)
     go_on(name, model, live, range(5))
     theirs = Training("conv", "adamw")
-    torch.save(theirs.checkpoint(), tmp_path / "like.pt")
+    torch.save(theirs.checkpoint(), like)
     save_checkpoint(tmp_path / "run", model, optimizer, scaler)
-
     where = paths(tmp_path)
     assert "--like" in fails(capsys, *where)
-    like = ["--like", str(tmp_path / "like.pt")]
-    assert main([*where, *like, *model_flag("conv")]) == 0
-    notes = save_torch(
-        tmp_path / "b.pt", model, optimizer, scaler, like=tmp_path / "like.pt"
-    )
+    assert main([*where, "--like", str(like), *model_flag("conv")]) == 0
+    notes = save_torch(tmp_path / "b.pt", model, optimizer, scaler, like=like)
     assert "these entries are copied from" in notes[-1]
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
 
@@ -149,49 +146,49 @@ def test_run_started_in_mlx_accepts_any_checkpoint_of_the_model_as_original(
     compare(pt.load(tmp_path / "c.pt")["model"], theirs.weights())
 
 
-@pytest.mark.parametrize("state_bits", [32, 16, 8])
+# The dtype of the moments, and how near weights and moments come back: 16 bits of a
+# remainder keep about 26 bits of the weight, and 8 keep 19.
+BITS = {
+    32: (mx.float32, 0, 0),
+    16: (mx.bfloat16, 1e-7, 2.0**-8),
+    8: (mx.uint8, 2.0**-10 / 500, 0.15),
+}
+
+
+@pytest.mark.parametrize("state_bits", BITS)
 def test_float16_model_with_loss_scaling_converts_back_to_float32(state_bits, tmp_path):
-    name = "conv_adamw"
-    start = pt.load(GOLDEN / f"{name}.pt")
-    model = mlx_model_in_half(name)
-    path = GOLDEN / f"{name}.pt"
+    def half_model():
+        model = mlx_model("conv_adamw")
+        model.set_dtype(mx.float16)
+        return model
+
+    path, model = GOLDEN / "conv_adamw.pt", half_model()
     run = load_torch(path, model, loss_scaling=True, state_bits=state_bits)
-    dtype = {32: mx.float32, 16: mx.bfloat16, 8: mx.uint8}[state_bits]
+    dtype, weights_near, moments_near = BITS[state_bits]
     assert run.optimizer.state["head"]["weight"]["v"].dtype == dtype
     assert model.head.weight.dtype == mx.float16
     assert run.scaler is run.optimizer.scaler
     save_torch(tmp_path / "b.pt", model, run.optimizer, like=path)
-    back = pt.load(tmp_path / "b.pt")
+    start, back = pt.load(path), pt.load(tmp_path / "b.pt")
+    for key, tensor in start["model"].items():
+        assert mx.allclose(back["model"][key], tensor, rtol=weights_near, atol=0)
+    for key, state in start["optimizer"]["state"].items():
+        new = back["optimizer"]["state"][key]["exp_avg_sq"]
+        assert new.dtype == mx.float32
+        assert mx.allclose(new, state["exp_avg_sq"], rtol=moments_near)
     if state_bits == 32:
         identical(back, start)
-    else:  # 16 bits of a remainder keep about 26 bits of the weight, and 8 keep 19
-        near = {16: 1e-7, 8: 2.0**-10 / 500}[state_bits]
-        for key, tensor in start["model"].items():
-            np.testing.assert_allclose(
-                np.array(back["model"][key]), np.array(tensor), rtol=near
-            )
-        for key, state in start["optimizer"]["state"].items():
-            new = back["optimizer"]["state"][key]["exp_avg_sq"]
-            assert new.dtype == state["exp_avg_sq"].dtype == mx.float32
-            near = {16: 2.0**-8, 8: 0.15}[state_bits]
-            assert mx.allclose(new, state["exp_avg_sq"], rtol=near)
     # A converted run that is saved with the wrapper resumes in it, and converts back.
-    forward(path, tmp_path / "run", *model_flag(name))
+    forward(path, tmp_path / "run", *model_flag("conv_adamw"))
     save_checkpoint(tmp_path / "run", model, run.optimizer)
     again = build_optimizer(tmp_path / "run")
-    restore_checkpoint(tmp_path / "run", mlx_model_in_half(name), again)
+    restore_checkpoint(tmp_path / "run", half_model(), again)
     dtypes = {k: x.dtype for k, x in tree_flatten(run.optimizer.state)}
     assert {k: x.dtype for k, x in tree_flatten(again.state)} == dtypes
     forward(tmp_path / "c.pt", tmp_path / "run")
-    trained = [k for k in start["model"] if "running" not in k and "num" not in k]
-    for key in trained:
-        identical(pt.load(tmp_path / "c.pt")["model"][key], back["model"][key])
-
-
-def mlx_model_in_half(name):
-    model = mlx_model(name)
-    model.set_dtype(mx.float16)
-    return model
+    for key, tensor in pt.load(tmp_path / "c.pt")["model"].items():
+        if "running" not in key and "num" not in key:
+            identical(tensor, back["model"][key])
 
 
 def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
@@ -207,29 +204,18 @@ def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
 
 
 def test_dropped_head_and_its_moments_come_back_unchanged(tmp_path):
-    torch = pytest.importorskip("torch")
-    theirs = torch.nn.ModuleDict(
-        {"fc": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 4)}
-    )
-    groups = [
-        {"params": list(theirs["fc"].parameters())},
-        {"params": list(theirs["head"].parameters()), "lr": 0.5},
-    ]
-    optimizer = torch.optim.AdamW(groups)
-    theirs["head"](theirs["fc"](torch.ones(1, 3))).sum().backward()
-    optimizer.step()
-    start = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(start, tmp_path / "a.pt")
-    model = Small()
-    path, drop = tmp_path / "a.pt", ("head.*",)
-    run = load_torch(path, model, drop=drop)
-    take_step(model, run.optimizer)
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=path, drop=drop)
-    back = torch.load(tmp_path / "b.pt", weights_only=True)
-    theirs.load_state_dict(back["model"], strict=True)
-    optimizer.load_state_dict(back["optimizer"])
-    steps = [s["step"].item() for s in back["optimizer"]["state"].values()]
-    assert steps == [2, 2, 1, 1]
+    checkpoint, head = small_run(), {"head.weight": mx.ones((4, 2))}
+    checkpoint["model"] |= head
+    optimizer = checkpoint["optimizer"]
+    moments = {"step": mx.array(3.0), "exp_avg": mx.ones((4, 2)),
+               "exp_avg_sq": mx.ones((4, 2))}  # fmt: skip
+    optimizer["state"][2] = moments
+    optimizer["param_groups"].append(small_adam()[2] | {"lr": 0.5, "params": [2]})
+    back = round_trip(tmp_path, checkpoint, steps=1, drop=("head.*",)).back
+    steps = [x["step"].item() for x in back["optimizer"]["state"].values()]
+    assert steps == [4, 4, 3]
+    identical(back["optimizer"]["state"][2], moments)
+    identical(back["model"]["head.weight"], head["head.weight"])
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
@@ -266,56 +252,45 @@ def test_tensors_beside_the_run_come_back_with_their_bytes_and_storages(
 
 
 def test_parameter_frozen_in_mlx_keeps_its_pytorch_moments(tmp_path):
-    small_run(tmp_path)
     model = Small()
     model.fc.freeze(keys=["bias"])
-    run = load_torch(tmp_path / "a.pt", model)
-    take_step(model, run.optimizer)
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=tmp_path / "a.pt")
-    state = pt.load(tmp_path / "b.pt")["optimizer"]["state"]
+    trip = round_trip(tmp_path, small_run(), steps=1, model=model)
+    state = trip.back["optimizer"]["state"]
     assert state[0]["step"].item() == 4
-    identical(state[1], pt.load(tmp_path / "a.pt")["optimizer"]["state"][1])
+    identical(state[1], small_run()["optimizer"]["state"][1])
 
 
 def test_entries_copied_after_steps_in_mlx_are_reported_unless_the_user_edits_them(
     tmp_path,
 ):
     more = {"epoch": 3, "best": 0.5, "scheduler": {"last_epoch": 3}}
-    model, run = small_run(tmp_path, **more)
+    model, run, _, (note,) = round_trip(tmp_path, small_run(**more), steps=1)
     assert "not converted: epoch, best, scheduler. " in run.notes[-1]
-    take_step(model, run.optimizer)
-    parts = model, run.optimizer
-    (note,) = save_torch(tmp_path / "b.pt", *parts, like=tmp_path / "a.pt")
     assert "original: epoch, best, scheduler. If" in note
     assert "set its last_epoch" in note
     edited = pt.load(tmp_path / "a.pt")
     edited["epoch"], edited["scheduler"]["last_epoch"] = 4, 4
-    before = pt.load(tmp_path / "a.pt")["optimizer"]
-    assert save_torch(tmp_path / "b.pt", *parts, like=edited) == []
-    identical(edited["optimizer"], before)  # the user's object did not change
+    assert save_torch(tmp_path / "b.pt", model, run.optimizer, like=edited) == []
+    # The user's object did not change.
+    identical(edited["optimizer"], pt.load(tmp_path / "a.pt")["optimizer"])
     back = pt.load(tmp_path / "b.pt")
     assert (back["epoch"], back["scheduler"]) == (4, {"last_epoch": 4})
     assert back["optimizer"]["state"][0]["step"].item() == 4
 
 
 def test_failed_save_leaves_the_file_unchanged(tmp_path):
-    model, run = small_run(tmp_path)
-    before = (tmp_path / "a.pt").read_bytes()
-    edited = pt.load(tmp_path / "a.pt") | {"odd": object()}
+    model, run, *_ = round_trip(tmp_path, small_run())
+    path = tmp_path / "a.pt"
+    before = path.read_bytes()
     with pytest.raises(TypeError, match="odd"):
-        save_torch(tmp_path / "a.pt", model, run.optimizer, like=edited)
-    assert (tmp_path / "a.pt").read_bytes() == before
-    save_torch(tmp_path / "a.pt", model, run.optimizer, like=tmp_path / "a.pt")
-    identical(pt.load(tmp_path / "a.pt"), pt.load(before_file(tmp_path, before)))
-
-
-def before_file(folder, data):
-    (folder / "before.pt").write_bytes(data)
-    return folder / "before.pt"
+        save_torch(path, model, run.optimizer, like=pt.load(path) | {"odd": object()})
+    assert path.read_bytes() == before
+    save_torch(path, model, run.optimizer, like=path)  # onto itself
+    identical(pt.load(path), small_run())
 
 
 def test_original_needs_the_same_model_but_no_optimizer(tmp_path):
-    model, _ = small_run(tmp_path, epoch=3)
+    model, *_ = round_trip(tmp_path, small_run(epoch=3))
     path = tmp_path / "a.pt"
     for other in (Small(4), ConvNet()):
         with pytest.raises(ConvertError, match=r"has shape|no parameter for"):
@@ -327,22 +302,15 @@ def test_original_needs_the_same_model_but_no_optimizer(tmp_path):
 
 
 def test_checkpoint_that_is_a_tuple_comes_back_and_keeps_its_optimizer(tmp_path):
-    weights, optimizer, _ = small_adam()
-    pt.save(tmp_path / "a.pt", (weights, optimizer, 3))
-    model, path = Small(), tmp_path / "a.pt"
-    run = load_torch(path, model)
-    take_step(model, run.optimizer)
-    (note,) = save_torch(tmp_path / "b.pt", model, run.optimizer, like=path)
-    assert "from the original: 2" in note
-    assert pt.load(tmp_path / "b.pt")[1]["state"][0]["step"].item() == 4
+    trip = round_trip(tmp_path, (*small_adam()[:2], 3), steps=1)
+    assert "from the original: 2" in trip.notes[0]
+    assert trip.back[1]["state"][0]["step"].item() == 4
 
 
 def test_tensors_that_mlx_only_rounded_come_back_unrounded(tmp_path):
     """Frozen weights in half precision have no master weights."""
     weights = {"fc.weight": mx.full((2, 3), 1 / 3), "fc.bias": mx.full(2, 0.1)}
-    pt.save(tmp_path / "a.pt", {"model": weights})
-    model = Small()
-    load_torch(tmp_path / "a.pt", model)
+    model, *_ = round_trip(tmp_path, {"model": weights})
     model.set_dtype(mx.bfloat16)
     model.fc.bias = model.fc.bias + 1
     save_torch(tmp_path / "b.pt", model, like=tmp_path / "a.pt")
@@ -353,7 +321,7 @@ def test_tensors_that_mlx_only_rounded_come_back_unrounded(tmp_path):
 
 
 def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsys):
-    small_run(tmp_path)
+    round_trip(tmp_path, small_run())
     forward(tmp_path / "a.pt", tmp_path / "run")
     rates, model = [1.0, 1.0, 1.0, 0.5, 0.25, 0.125], Small()
     load_torch(tmp_path / "a.pt", model)
@@ -363,12 +331,11 @@ def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsy
         warnings.simplefilter("error")
         restore_checkpoint(tmp_path / "run", Small(), optimizer)
     take_step(model, optimizer)
-    notes = save_torch(tmp_path / "b.pt", model, optimizer, like=tmp_path / "a.pt")
-    assert "its value for the next step: 0.25" in notes[0]
+    save_torch(tmp_path / "b.pt", model, optimizer, like=tmp_path / "a.pt")
     save_checkpoint(tmp_path / "run", model, optimizer)
     forward(tmp_path / "c.pt", tmp_path / "run")
     for name in ("b.pt", "c.pt"):
-        assert pt.load(tmp_path / name)["optimizer"]["param_groups"][0]["lr"] == 0.25
+        assert rate_in(tmp_path / name) == 0.25
     # Like a checkpoint of an older version, the end of a schedule has no next rate.
     for _ in range(2):
         take_step(model, optimizer)
@@ -378,4 +345,8 @@ def test_both_ways_back_write_the_learning_rate_of_the_next_step(tmp_path, capsy
     assert "the last step, 0.125, and PyTorch needs" in said
     assert "save it again. To convert anyway" in said
     assert main([*where, "--accept", "learning_rate"]) == 0
-    assert pt.load(tmp_path / "d.pt")["optimizer"]["param_groups"][0]["lr"] == 0.125
+    assert rate_in(tmp_path / "d.pt") == 0.125
+
+
+def rate_in(path):
+    return pt.load(path)["optimizer"]["param_groups"][0]["lr"]

@@ -6,11 +6,18 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from support.convert_runs import fails, paths, small, small_adam
+from support.convert_runs import (
+    fails,
+    identical,
+    paths,
+    round_trip,
+    small,
+    small_adam,
+)
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import load_torch, main, save_torch
+from mlx_gradscale.convert import load_torch, main
 from mlx_gradscale.convert.layouts import probe_sanitize
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
@@ -82,25 +89,16 @@ class Turned(nn.Module):
 
 def test_moments_are_transposed_with_their_weights(tmp_path):
     model = {"fc.weight": mx.array([[1.0, 2.0], [3.0, 4.0]]), "fc.bias": mx.zeros(2)}
-    model["rope"] = mx.ones(3)
-    optimizer = small()[1]
+    model = {f"module.{k}": v for k, v in model.items()} | {"module.rope": mx.ones(3)}
+    checkpoint = {"model": model, "opt": small()[1]}
     moment = mx.array([[5.0, 6.0], [7.0, 8.0]])
-    optimizer["state"][0]["momentum_buffer"] = moment
-    checkpoint = {"model": {f"module.{k}": v for k, v in model.items()}}
-    checkpoint["opt"] = optimizer
-    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
+    checkpoint["opt"]["state"][0]["momentum_buffer"] = moment
     names = ("module.fc.weight", "module.fc.bias")
-    mine = Turned()
-    path = tmp_path / "a.pt"
-    run = load_torch(path, mine, names=names)
-    assert mine.fc.weight.tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    assert run.optimizer.state["fc"]["weight"]["v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
-    assert any("module.rope" in note for note in run.notes)
-    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=path, names=names)
-    back = torch_checkpoint.load(tmp_path / "b.pt")
-    assert back["model"].keys() == checkpoint["model"].keys()
-    assert mx.array_equal(back["model"]["module.fc.weight"], model["fc.weight"])
-    assert mx.array_equal(back["opt"]["state"][0]["momentum_buffer"], moment)
+    trip = round_trip(tmp_path, checkpoint, model=Turned(), names=names)
+    assert trip.model.fc.weight.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    state = trip.run.optimizer.state["fc"]["weight"]["v"]
+    assert state.tolist() == [[5.0, 7.0], [6.0, 8.0]]
+    identical(trip.back, checkpoint)
 
 
 class TiedByPop(nn.Module):
@@ -134,11 +132,10 @@ def test_parameter_missing_from_the_optimizer_must_be_frozen_before_loading(tmp_
     group["params"] = [0]
     del optimizer["state"][1]
     checkpoint = {"model": weights, "optimizer": optimizer}
-    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
     model, options = TiedByPop(), {"names": ("fc.weight",)}
     before = mx.array(model.fc.weight)
     with pytest.raises(ValueError, match=r"for trainable parameters.*fc\.bias.*Freeze"):
-        load_torch(tmp_path / "a.pt", model, **options)
+        round_trip(tmp_path, checkpoint, model=model, **options)
     # The failed load has changed nothing, and sanitize neither.
     assert mx.array_equal(model.fc.weight, before)
     assert "lm_head" in model

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +11,7 @@ from golden.convert.data import CLASSES, LENGTH, OVERFLOWS, TOKENS, WIDTH, batch
 from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import load_torch, main
+from mlx_gradscale.convert import TorchRun, load_torch, main, save_torch
 from mlx_gradscale.convert.sections import find_sections
 from mlx_gradscale.torch_checkpoint import Tensor
 from support.regression import TOLERANCE, convert
@@ -184,13 +185,31 @@ def small_adam():
     return weights, {"state": state, "param_groups": [group]}, group
 
 
-def small_run(folder, **more):
-    """The model and the run of a file with small_adam() and more entries."""
+def small_run(**more):
+    """A checkpoint with small_adam() and more entries."""
     weights, optimizer, _ = small_adam()
-    checkpoint = {"model": weights, "optimizer": optimizer, **more}
+    return {"model": weights, "optimizer": optimizer, **more}
+
+
+class Trip(NamedTuple):
+    """What became of a checkpoint on its way through MLX."""
+
+    model: nn.Module
+    run: TorchRun
+    back: Any
+    notes: list
+
+
+def round_trip(folder, checkpoint, steps=0, model=None, **options):
+    """Save a checkpoint as a.pt, load it, take steps in MLX, and save it as b.pt."""
     torch_checkpoint.save(folder / "a.pt", checkpoint)
-    model = Small()
-    return model, load_torch(folder / "a.pt", model)
+    model = model or Small()
+    run = load_torch(folder / "a.pt", model, **options)
+    for _ in range(steps):
+        take_step(model, run.optimizer)
+    parts = model, run.optimizer, run.scaler
+    notes = save_torch(folder / "b.pt", *parts, like=folder / "a.pt", **options)
+    return Trip(model, run, torch_checkpoint.load(folder / "b.pt"), notes)
 
 
 def take_step(model, optimizer):

@@ -78,6 +78,13 @@ class Side:
         self.arguments = arguments | changes
         self.optimizer = self.make([*self.params.values()], **self.arguments)
 
+    def regroup(self, *groups, **settings):
+        """Start again with parameter groups, which list names."""
+        params = [[self.params[name] for name in group["params"]] for group in groups]
+        groups = [{**x, "params": y} for x, y in zip(groups, params, strict=True)]
+        self.optimizer = self.make(groups, **settings)
+        return self
+
     def steps(self, seeds, names=tuple(SHAPES)):
         for seed in seeds:
             for name, g in gradients(seed).items():
