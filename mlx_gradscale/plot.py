@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -33,20 +32,10 @@ Output = str | os.PathLike[str] | None
 _LINE, _ALARM, _BAR = "#0969da", "#cf222e", "#57606a"
 # Backgrounds. The last two of eight digits are the opacity.
 _LOST, _SUBNORMAL, _NORMAL = "#e3631b59", "#f2c94c59", "#8c959f26"
-_SETTINGS = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "grid.alpha": 0.4,
-    "font.size": 9,
-    "legend.frameon": False,
-}
 # Formats the exponent x as a power of two, in text and tick labels.
 _POWER = "$2^{{{x:.0f}}}$"
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
-_LONG_RUN, _MOST_LAYERS = 500, 40
+_MOST_LAYERS = 40
 # The exponents of gradients to show. The outer ranges are wide enough for their labels.
 _LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
 # The name, the exponents and the background of each range of float16.
@@ -63,8 +52,7 @@ def plot_history(
 ) -> Figure:
     """Plot the loss, loss scale and gradient norm of a run, and mark skipped steps.
 
-    A line has a gap where a value is inf or NaN. In a run of more than 500 steps, a
-    running mean over one percent of the run is drawn over a paler line.
+    A line has a gap where a value is inf or NaN.
 
     Args:
         history (ScaleHistory or str): The history, or its ``.csv`` file.
@@ -87,48 +75,37 @@ def plot_history(
     records, skipped = history.records, history.skipped
     if not records:
         raise ValueError("The history is empty. Record some steps first.")
-    steps = np.array([record.step for record in records])
-    columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
-    columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
-    size = 8.0, 0.7 + 1.55 * len(columns)
-    with _new_figure(len(columns), size, path) as (figure, panels):
-        for axes, (name, column) in zip(panels, columns.items(), strict=True):
-            values = np.array(column, float)  # None becomes NaN
-            values[np.isinf(values)] = math.nan  # matplotlib leaves a gap
-            _draw_line(axes, steps, values, name == "scale")
+    recorded = {
+        name: [(r.step, y) for r in records if (y := getattr(r, name)) is not None]
+        for name in _PANELS
+    }
+    recorded = {name: points for name, points in recorded.items() if points}
+    size = 8.0, 0.7 + 1.55 * len(recorded)
+    with _new_figure(len(recorded), size, path) as (figure, panels):
+        for axes, (name, points) in zip(panels, recorded.items(), strict=True):
+            steps, values = np.array(points).T
+            finite = values[np.isfinite(values)]
+            # Without a marker, a value between two gaps would be invisible.
+            look: Any = {"color": _LINE, "lw": 1, "marker": ".", "ms": 4, "mew": 0}
+            if name == "scale":
+                # Exponents on a linear axis: for a scale that moves between two powers,
+                # matplotlib's logarithmic axis shows only one label.
+                values = np.log2(values)
+                _label_powers(axes.yaxis)
+                look["drawstyle"] = "steps-post"
+            elif finite.size and 0 < finite.min() < finite.max() / 50:
+                axes.set_yscale("log")
+            axes.plot(steps, values, **look)
             axes.set_ylabel(_PANELS[name])
             if skipped:
-                look: Any = {"color": _ALARM, "ms": 5, "label": "skipped step"}
-                look |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
-                axes.plot(skipped, [1.0] * len(skipped), "v", **look)
+                top = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+                ones = [1.0] * len(skipped)
+                axes.plot(skipped, ones, "v", color=_ALARM, label="skipped step", **top)
         panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
-        _add_legend(panels[0])
+        if skipped:
+            _add_legend(panels[0])
         panels[-1].set_xlabel("step")
-        figure.align_ylabels()
     return figure
-
-
-def _draw_line(axes: Any, steps: Any, values: Any, is_scale: bool) -> None:
-    # Without a marker, a value between two gaps would be invisible.
-    look: Any = {"color": _LINE, "ms": 3, "mew": 0}
-    finite = values[np.isfinite(values)]
-    if is_scale:
-        # Exponents on a linear axis: for a scale that moves between two powers,
-        # matplotlib's logarithmic axis shows only one label.
-        axes.step(steps, np.log2(values), ".-", where="post", **look)
-        _label_powers(axes.yaxis)
-        return
-    if len(steps) <= _LONG_RUN:
-        axes.plot(steps, values, ".-", **look)
-    else:
-        axes.plot(steps, values, color=_LINE, lw=0.6, alpha=0.35)
-        window = np.ones(len(steps) // 100)
-        total = np.convolve(np.nan_to_num(values), window, "same")
-        count = np.convolve(np.isfinite(values), window, "same")
-        mean = np.where(np.isfinite(values), total / np.maximum(count, 1), math.nan)
-        axes.plot(steps, mean, color=_LINE, label="running mean")
-    if finite.size and 0 < finite.min() < finite.max() / 50:
-        axes.set_yscale("log")
 
 
 def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) -> Figure:
@@ -219,14 +196,13 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
     badness = {x.layer: math.inf if x.layer in is_inside else -x.headroom for x in rows}
     with _layer_figure(badness, title, path) as (figure, axes, shown):
-        places = {name: i for i, name in enumerate(shown)}
         for is_float32, color in ((False, _LINE), (True, _ALARM)):
-            found = [x for x in rows if x.layer in places]
+            found = [row for row in rows if row.layer in shown]
             found = [row for row in found if row.is_float32 == is_float32]
             sizes = [limit - row.headroom for row in found]
+            lines = [shown.index(row.layer) for row in found]
             label = f"computes in {'float32' if is_float32 else dtype}"
-            look: Any = {"color": color, "ms": 4, "label": label}
-            axes.plot(sizes, [places[row.layer] for row in found], "o", **look)
+            axes.plot(sizes, lines, "o", color=color, ms=4, label=label)
         axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
         axes.set_xlabel("largest magnitude")
         _label_powers(axes.xaxis)
@@ -276,23 +252,20 @@ def _new_figure(
 ) -> Iterator[tuple[Figure, list[Any]]]:
     """Yield a figure and its axes; on exit, save it to ``path`` if given."""
     try:
-        import matplotlib
-        import matplotlib.figure
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "Plots require matplotlib. Run: pip install 'mlx_gradscale[plot]'"
         ) from error
-    with matplotlib.rc_context(_SETTINGS):
-        # Without pyplot, the figure opens no window and leaves no global state.
-        new = matplotlib.figure.Figure
-        figure = new(figsize=size, dpi=130, layout="constrained")
-        yield figure, list(figure.subplots(rows, squeeze=False, sharex=True).flat)
-        if path is not None:
-            # Draw in memory first, so that an error leaves no file.
-            data = io.BytesIO()
-            figure.savefig(data, format=Path(path).suffix[1:])
-            with atomic_write(path) as file:
-                file.write(data.getbuffer())
+    # Without pyplot, the figure opens no window and leaves no global state.
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    panels = list(figure.subplots(rows, squeeze=False, sharex=True).flat)
+    for axes in panels:
+        axes.grid(alpha=0.4)
+    yield figure, panels
+    if path is not None:
+        with atomic_write(path) as file:
+            figure.savefig(file, format=Path(path).suffix[1:])
 
 
 @contextmanager
@@ -317,12 +290,9 @@ def _label_powers(axis: Any) -> None:
 
 
 def _add_legend(axes: Any) -> None:
-    """Add a legend above the axes, each label once."""
-    handles, labels = axes.get_legend_handles_labels()
-    legend = dict(zip(labels, handles, strict=True))
+    """Add a legend above the axes."""
     place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0}
-    if legend:
-        axes.legend(legend.values(), legend, ncols=len(legend), **place)
+    axes.legend(ncols=3, frameon=False, fontsize=8, **place)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -330,8 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale plot",
         description="Plot the history of a run: loss, loss scale and gradient norm, "
-        "with a mark at every skipped step. Runs of more than 500 steps also show a "
-        "running mean.",
+        "with a mark at every skipped step.",
         epilog="example: mlx_gradscale plot run.csv -o run.svg",
     )
     add = parser.add_argument

@@ -135,7 +135,7 @@ def test_history_file_deleted_during_a_run_starts_again_with_a_header(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["my thesis", "1,2.0,yes,,\n", "1,2.0\n", "1,0.0,1,,\n", "inf,2.0,1,,\n", "\0\0\n"],
+    ["my thesis", "1,2.0,yes,,\n", "1,2.0\n", ",2.0,1,,\n", "inf,2.0,1,,\n", "\0\0\n"],
 )
 def test_file_that_is_no_history_is_refused_and_unchanged(tmp_path, content):
     path = tmp_path / "run.csv"

@@ -46,7 +46,7 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert labels == ["loss", "loss scale", "gradient norm"]
     values = [axes.get_lines()[0].get_ydata() for axes in figure.axes]
-    assert [[x for x in each if x == x] for each in values] == [
+    assert [[x for x in each if math.isfinite(x)] for each in values] == [
         [4.0, 2.0, 1.0],
         [16, 15, 14, 14],
         [1.0, 0.5],
@@ -54,17 +54,6 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
     for axes in figure.axes:
         assert list(axes.get_lines()[1].get_xdata()) == [2, 3]
     assert {"4 steps, 2 skipped", "skipped step"} <= set(texts(figure))
-
-
-def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
-    losses = [math.nan if 300 <= i < 400 else 5.0 + (-1) ** i for i in range(1000)]
-    rows = [f"{i},65536.0,1,,{loss}" for i, loss in enumerate(losses)]
-    axes = plot_history(write_history(tmp_path, rows)).axes[0]
-    raw, mean = axes.get_lines()
-    assert (raw.get_alpha(), mean.get_alpha()) == (0.35, None)
-    values = mean.get_ydata()
-    assert values[100:200] == pytest.approx([5.0] * 100)
-    assert all(math.isnan(x) for x in values[300:400])
 
 
 def test_constant_scale_has_one_tick_per_power(tmp_path):
