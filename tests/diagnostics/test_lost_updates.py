@@ -150,8 +150,8 @@ def test_update_of_zero_gives_nan_and_says_so():
 
 def test_non_finite_update_is_reported_instead_of_measured():
     model, _, *batch = make()
-    bad_loss = lambda x, y: INF * model(x).sum()
-    report = measure(optim.AdamW(1e-5), model, bad_loss, *batch)
+    bad = model, lambda x, y: INF * model(x).sum(), *batch
+    report = measure(optim.AdamW(1e-5), *bad)
     assert math.isnan(report.lost)
     assert "The update of this batch is non-finite" in report.verdict
 
