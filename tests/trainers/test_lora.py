@@ -21,7 +21,7 @@ from support.helpers import bits
 from support.lora_parts import make_data, make_model
 from support.ring import run_ranks
 
-from mlx_gradscale import MasterWeightOptimizer
+from mlx_gradscale.__main__ import main as command
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.float32 import Float32Search
 from mlx_gradscale.float32.layers import computes_in_float32
@@ -36,34 +36,30 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     make_model(folder / "model")
     make_model(folder / "quantized", quantize=True)
+    make_model(folder / "bfloat16", dtype=mx.bfloat16)
     make_data(folder / "data")
     return folder
 
 
-def arguments(place, adapters, *others, model="model"):
-    given = {
-        "--model": place / model,
-        "--data": place / "data",
-        "--adapter-path": adapters,
-        "--iters": 12,
-        "--batch-size": 2,
-        "--num-layers": 2,
-        "--steps-per-report": 3,
-        "--steps-per-eval": 6,
-        "--save-every": 6,
-        "--max-seq-length": 64,
-        "--val-batches": 1,
-        "--learning-rate": 1e-2,
-    }
-    flat = [str(x) for pair in given.items() for x in pair]
-    return ["--train", *flat, *map(str, others)]
-
-
+FLAGS = (
+    *("--train", "--iters", 12, "--batch-size", 2, "--num-layers", 2),
+    *("--steps-per-report", 3, "--steps-per-eval", 6, "--save-every", 6),
+    *("--max-seq-length", 64, "--val-batches", 1, "--learning-rate", 1e-2),
+)
+FULL = ("--fine-tune-type", "full", "--optimizer", "adamw")
 # LoRA's scale is 20: what suits all weights is too much for adapters.
 SLOWER = ("--learning-rate", "1e-3")
 # The loop of mlx-lm 0.32.2.
 LOOP = "7e3082c746372475"
-FULL = ("--fine-tune-type", "full", "--optimizer", "adamw")
+
+
+def arguments(place, adapters, *others, model="model"):
+    paths = "--model", place / model, "--data", place / "data"
+    return list(map(str, (*FLAGS, *paths, "--adapter-path", adapters, *others)))
+
+
+def weights_in(folder):
+    return mx.load(str(folder / "adapters.safetensors"))
 
 
 def steps(path):
@@ -120,21 +116,33 @@ def test_full_float16_fine_tuning_learns_where_mlx_lm_gives_nan(
     # mlx-lm's own files, and beside them the checkpoint.
     names = {path.name for path in (tmp_path / "plain").iterdir()}
     assert {p.name for p in (tmp_path / "ours").iterdir()} == names | {"checkpoint"}
-    saved = mx.load(str(tmp_path / "ours/adapters.safetensors"))
+    saved = weights_in(tmp_path / "ours")
     assert {x.dtype for x in saved.values()} == {mx.float16}
     # Everything of mlx-lm's is as it was.
     assert mlx_lm.lora.train is trainer.train
 
 
-def test_bfloat16_run_has_master_weights_and_no_loss_scale(place, tmp_path, capsys):
-    given = arguments(place, tmp_path / "ours", *FULL, "--dtype", "bfloat16")
-    capsys.readouterr()
-    assert main(given) == 0
-    out = capsys.readouterr().out
-    line = "Training bfloat16 weights with MasterWeightOptimizer(AdamW)\n"
-    assert line in out
-    assert "scale" not in out
-    assert "Iter 12: skipped 0" in out
+def test_full_fine_tuning_in_bfloat16_keeps_updates_that_mlx_lm_rounds_away(
+    place, tmp_path, monkeypatch
+):
+    before = mx.load(str(place / "bfloat16/model.safetensors"))
+    flags = (*FULL, "--learning-rate", "1e-5", "--iters", "20")
+
+    def moved(name):
+        found = weights_in(tmp_path / name)
+        assert {x.dtype for x in found.values()} == {mx.bfloat16}
+        changed = sum(mx.sum(x != before[path]).item() for path, x in found.items())
+        return changed / sum(x.size for x in found.values())
+
+    given = [
+        arguments(place, tmp_path / name, *flags, model="bfloat16") for name in "ab"
+    ]
+    mlx_lm_losses(monkeypatch, given[0])
+    assert command(["lora", *given[1]]) == 0
+    # Twenty updates of 1e-5 add up to 2e-4, and a bfloat16 weight of 0.1 has steps of
+    # 5e-4. A single update changes only the smallest weights.
+    assert moved("a") < 0.25
+    assert moved("b") > 0.6
 
 
 def test_bfloat16_run_prints_what_it_would_lose_at_its_highest_rate(
@@ -146,7 +154,7 @@ def test_bfloat16_run_prints_what_it_would_lose_at_its_highest_rate(
     def run(name, *more):
         given_here = arguments(place, tmp_path / name, *given, "--iters", "6", *more)
         assert main(given_here) == 0
-        weights = mx.load(str(tmp_path / name / "adapters.safetensors"))
+        weights = weights_in(tmp_path / name)
         return re.findall("Plain .*", capsys.readouterr().out), bits(weights)
 
     printed, weights = run("a")
@@ -179,7 +187,7 @@ def test_float16_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
     assert losses(history) == pytest.approx(wanted, rel=0.02)
     config = json.loads((tmp_path / "ours/adapter_config.json").read_text())
     assert config["fine_tune_type"] == "lora"
-    saved = mx.load(str(tmp_path / "ours/adapters.safetensors"))
+    saved = weights_in(tmp_path / "ours")
     assert {x.dtype for x in saved.values()} == {mx.float16}
 
 
@@ -191,7 +199,7 @@ def test_qlora_training_reduces_the_loss(place, tmp_path):
     assert main(given) == 0
     assert losses(history)[-1] < losses(history)[0] - 0.1
     assert all(applied for *_, applied in steps(history))
-    saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
+    saved = weights_in(tmp_path / "a")
     assert all("lora_" in name for name in saved)
 
 
@@ -272,7 +280,7 @@ def test_grad_checkpoint_flag_changes_no_loss_or_weight_with_dropout(
         folder = tmp_path / f"{kind}{len(flags)}"
         given = (*more, *flags, "--iters", "4", "--history", f"{folder}.csv")
         assert main(arguments(place, folder, *given)) == 0
-        weights = mx.load(str(folder / "adapters.safetensors"))
+        weights = weights_in(folder)
         found.append((steps(f"{folder}.csv"), bits(weights)))
     assert found[0] == found[1]
     assert Block.__call__ is call  # mlx-lm replaces it for the whole process
@@ -372,39 +380,30 @@ def test_error_raised_by_mlx_lm_keeps_its_traceback(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "scale", "dtype"),
+    ("flags", "scale", "printed"),
     [
-        (["--loss-scale", "off"], 1.0, mx.float16),
-        (["--loss-scale", "128"], 128.0, mx.float16),
-        (["-c", "loss_scale: off\ndtype: bfloat16"], 1.0, mx.bfloat16),
-        (["-c", "loss_scale: 1024\nstate_bits: 16"], 1024.0, mx.float16),
-        (["--state-bits", "16", "--loss-scale", "8"], 8.0, mx.float16),
+        ("--loss-scale off", 1.0, "float16 weights with LossScaleOptimizer(AdamW, "),
+        ("--loss-scale 8", 8.0, "float16 weights with LossScaleOptimizer(AdamW, "),
+        ("loss_scale: off\ndtype: bfloat16", 1.0, "bfloat16 weights with LossScale"),
+        ("loss_scale: 64\nstate_bits: 16", 64.0, "float16 weights with LossScale"),
+        ("--dtype bfloat16", 1.0, "bfloat16 weights with MasterWeightOptimizer(AdamW)"),
+        ("--state-bits 8 --loss-scale 8", 8.0, "float16 weights with LossScale"),
     ],
 )
-def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):
-    history = tmp_path / "run.csv"
-    if flags[0] == "-c":
-        flags = yaml(tmp_path, flags[1])
-    flags = ("--iters", "2", *flags, "--history", history)
-    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
+def test_run_has_the_scale_dtype_and_state_bits_of_its_flags(
+    flags, scale, printed, place, tmp_path, capsys
+):
+    history, is_yaml = tmp_path / "run.csv", not flags.startswith("--")
+    found = yaml(tmp_path, flags) if is_yaml else flags.split()
+    found = (*FULL, "--iters", "2", *found, "--history", history)
+    assert main(arguments(place, tmp_path / "a", *found)) == 0
     assert [(s, ok) for *_, s, ok in steps(history)] == [(scale, True)] * 2
-    saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
-    assert {x.dtype for x in saved.values()} == {dtype}
-
-
-@pytest.mark.parametrize("state_bits", [16, 8])
-def test_state_bits_flag_sets_how_the_state_is_stored(state_bits, place, tmp_path):
-    made, init = [], MasterWeightOptimizer.init
-
-    def note(self, parameters):
-        init(self, parameters)
-        made.append({x.dtype for x in self.state["remainders"].values()})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MasterWeightOptimizer, "init", note)
-        flags = (*FULL, "--iters", "1", "--state-bits", str(state_bits))
-        assert main(arguments(place, tmp_path / "a", *flags)) == 0
-    assert made[-1] == {mx.int16 if state_bits == 16 else mx.int8}
+    dtypes = {x.dtype for x in weights_in(tmp_path / "a").values()}
+    assert dtypes == {getattr(mx, printed.split()[0])}
+    out = capsys.readouterr().out
+    assert f"Training {printed}" in out
+    bits_in_flags = re.findall(r"state.bits:? (\d+)", flags)
+    assert re.findall(r"state_bits=(\d+)\)\n", out) == bits_in_flags
 
 
 def test_float32_layers_flag_applies_to_the_trained_model(place, tmp_path, monkeypatch):
