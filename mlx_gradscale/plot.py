@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,31 +80,29 @@ def plot_history(
     }
     recorded = {name: points for name, points in recorded.items() if points}
     size = 8.0, 0.7 + 1.55 * len(recorded)
-    with _new_figure(len(recorded), size, path) as (figure, panels):
-        for axes, (name, points) in zip(panels, recorded.items(), strict=True):
-            steps, values = np.array(points).T
-            finite = values[np.isfinite(values)]
-            # Without a marker, a value between two gaps would be invisible.
-            look: Any = {"color": _LINE, "lw": 1, "marker": ".", "ms": 4, "mew": 0}
-            if name == "scale":
-                # Exponents on a linear axis: for a scale that moves between two powers,
-                # matplotlib's logarithmic axis shows only one label.
-                values = np.log2(values)
-                _label_powers(axes.yaxis)
-                look["drawstyle"] = "steps-post"
-            elif finite.size and 0 < finite.min() < finite.max() / 50:
-                axes.set_yscale("log")
-            axes.plot(steps, values, **look)
-            axes.set_ylabel(_PANELS[name])
-            if skipped:
-                top = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-                ones = [1.0] * len(skipped)
-                axes.plot(skipped, ones, "v", color=_ALARM, label="skipped step", **top)
-        panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
+    figure, panels = _new_figure(len(recorded), size)
+    for axes, (name, points) in zip(panels, recorded.items(), strict=True):
+        steps, values = np.array(points).T
+        finite = values[np.isfinite(values)]
+        # Without a marker, a value between two gaps would be invisible.
+        look: Any = {"color": _LINE, "lw": 1, "marker": ".", "ms": 4, "mew": 0}
+        if name == "scale":
+            # Exponents on a linear axis: for a scale that moves between two powers,
+            # matplotlib's logarithmic axis shows only one label.
+            values = np.log2(values)
+            _label_powers(axes.yaxis)
+            look["drawstyle"] = "steps-post"
+        elif finite.size and 0 < finite.min() < finite.max() / 50:
+            axes.set_yscale("log")
+        axes.plot(steps, values, **look)
+        axes.set_ylabel(_PANELS[name])
         if skipped:
-            _add_legend(panels[0])
-        panels[-1].set_xlabel("step")
-    return figure
+            top = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            ones = [1.0] * len(skipped)
+            axes.plot(skipped, ones, "v", color=_ALARM, label="skipped step", **top)
+    panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
+    panels[-1].set_xlabel("step")
+    return _save(figure, path)
 
 
 def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) -> Figure:
@@ -134,31 +131,31 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
     if not histogram.by_power():
         raise ValueError("Nothing to plot: no gradient has a finite, nonzero value.")
     scale = scale_of(histogram.best_scale if scale is None else scale)
-    with _new_figure(2, (8.0, 4.9), path) as (figure, panels):
-        for axes, each in zip(panels, (1.0, scale), strict=True):
-            counts, shares = histogram.by_power(each), histogram.at(each)
-            heights = [100 * count / histogram.size for count in counts.values()]
-            axes.bar([p + 0.5 for p in counts], heights, color=_BAR, width=0.85)
-            axes.set_xlim(_LOW, _HIGH)
-            axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
-            axes.xaxis.set_major_formatter(_POWER)
-            axes.yaxis.set_major_formatter("{x:.0f}%")
-            axes.grid(False, axis="x")
-            for name, start, end, color in _RANGES:
-                axes.axvspan(start, end, color=color, lw=0, zorder=0)
-                look: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-                text = f"{name}\n{percent(getattr(shares, name))}"
-                axes.text((start + end) / 2, 1.02, text, size=8, **look)
-            title = f"with loss scale {_POWER.format(x=math.log2(each))}"
-            axes.set_title("without loss scaling" if each == 1 else title, pad=28)
-            rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
-            if hidden := [f"{percent(x)} {name}" for name, x in rest.items() if x]:
-                title = f"not drawn: {', '.join(hidden)}"
-                axes.set_title(title, loc="right", fontsize=8, pad=28)
-        figure.supylabel("share of all gradients", fontsize=9)
-        label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
-        panels[-1].set_xlabel(label)
-    return figure
+    figure, panels = _new_figure(2, (8.0, 4.9))
+    for axes, each in zip(panels, (1.0, scale), strict=True):
+        counts, shares = histogram.by_power(each), histogram.at(each)
+        heights = [100 * count / histogram.size for count in counts.values()]
+        axes.bar([p + 0.5 for p in counts], heights, color=_BAR, width=0.85)
+        axes.set_xlim(_LOW, _HIGH)
+        axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
+        axes.xaxis.set_major_formatter(_POWER)
+        axes.yaxis.set_major_formatter("{x:.0f}%")
+        axes.grid(False, axis="x")
+        for name, start, end, color in _RANGES:
+            axes.axvspan(start, end, color=color, lw=0, zorder=0)
+            look: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
+            text = f"{name}\n{percent(getattr(shares, name))}"
+            axes.text((start + end) / 2, 1.02, text, size=8, **look)
+        title = f"with loss scale {_POWER.format(x=math.log2(each))}"
+        axes.set_title("without loss scaling" if each == 1 else title, pad=28)
+        rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
+        if hidden := [f"{percent(x)} {name}" for name, x in rest.items() if x]:
+            title = f"not drawn: {', '.join(hidden)}"
+            axes.set_title(title, loc="right", fontsize=8, pad=28)
+    figure.supylabel("share of all gradients", fontsize=9)
+    label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
+    panels[-1].set_xlabel(label)
+    return _save(figure, path)
 
 
 def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
@@ -195,18 +192,15 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     if search.where:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
     badness = {x.layer: math.inf if x.layer in is_inside else -x.headroom for x in rows}
-    with _layer_figure(badness, title, path) as (figure, axes, shown):
-        for is_float32, color in ((False, _LINE), (True, _ALARM)):
-            found = [row for row in rows if row.layer in shown]
-            found = [row for row in found if row.is_float32 == is_float32]
-            sizes = [limit - row.headroom for row in found]
-            lines = [shown.index(row.layer) for row in found]
-            label = f"computes in {'float32' if is_float32 else dtype}"
-            axes.plot(sizes, lines, "o", color=color, ms=4, label=label)
-        axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
-        axes.set_xlabel("largest magnitude")
-        _label_powers(axes.xaxis)
-    return figure
+    half, full = (f"computes in {dtype}", _LINE), ("computes in float32", _ALARM)
+    series: dict[tuple[str, str], dict[str, float]] = {half: {}, full: {}}
+    for row in rows:
+        series[full if row.is_float32 else half][row.layer] = limit - row.headroom
+    figure, axes = _plot_layers(badness, series, title)
+    axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
+    axes.set_xlabel("largest magnitude")
+    _label_powers(axes.xaxis)
+    return _save(figure, path)
 
 
 def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
@@ -235,22 +229,18 @@ def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
     badness = {k: x.lost for k, x in report.layers.items() if not math.isnan(x.lost)}
     if not badness:
         raise ValueError(f"There is nothing to plot. {report.verdict}".strip())
-    with _layer_figure(badness, report.verdict, path) as (figure, axes, shown):
-        found = [report.layers[name] for name in shown]
-        lines, look = range(len(found)), {"marker": "o", "ms": 4, "ls": ""}
-        stuck = [x.stuck for x in found]
-        axes.plot(stuck, lines, color=_BAR, label="weights that do not move", **look)
-        lost = [x.lost for x in found]
-        axes.plot(lost, lines, color=_LINE, label="lost update", **look)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    return figure
+    stuck = {name: report.layers[name].stuck for name in badness}
+    series = {
+        ("weights that do not move", _BAR): stuck,
+        ("lost update", _LINE): badness,
+    }
+    figure, axes = _plot_layers(badness, series, report.verdict)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    return _save(figure, path)
 
 
-@contextmanager
-def _new_figure(
-    rows: int, size: tuple[float, float], path: Output
-) -> Iterator[tuple[Figure, list[Any]]]:
-    """Yield a figure and its axes; on exit, save it to ``path`` if given."""
+def _new_figure(rows: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:
+    """Return a figure and its axes, one below the other."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -262,37 +252,47 @@ def _new_figure(
     panels = list(figure.subplots(rows, squeeze=False, sharex=True).flat)
     for axes in panels:
         axes.grid(alpha=0.4)
-    yield figure, panels
+    return figure, panels
+
+
+def _plot_layers(
+    badness: dict[str, float],
+    series: dict[tuple[str, str], dict[str, float]],
+    title: str,
+) -> tuple[Figure, Any]:
+    """Draw a row for each of the worst layers, and return the figure and its axes.
+
+    ``series`` has, by label and color, a value for each layer.
+    """
+    worst = sorted(badness, key=lambda name: -badness[name])[:_MOST_LAYERS]
+    shown = [name for name in badness if name in worst]
+    figure, (axes,) = _new_figure(1, (8.0, 1.2 + 0.14 * len(shown)))
+    for (label, color), values in series.items():
+        rows = [i for i, name in enumerate(shown) if name in values]
+        found = [values[shown[i]] for i in rows]
+        axes.plot(found, rows, "o", color=color, ms=4, label=label)
+    axes.set_title(title, pad=20)
+    axes.set_yticks(range(len(shown)), shown, fontsize=7)
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Output) -> Figure:
+    """Add a legend, write the figure to a file if there is a path, and return it."""
+    axes = figure.axes[0]
+    if axes.get_legend_handles_labels()[0]:
+        place: Any = {"bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "frameon": False}
+        axes.legend(loc="lower right", ncols=3, fontsize=8, **place)
     if path is not None:
         with atomic_write(path) as file:
             figure.savefig(file, format=Path(path).suffix[1:])
-
-
-@contextmanager
-def _layer_figure(
-    badness: dict[str, float], title: str, path: Output
-) -> Iterator[tuple[Figure, Any, list[str]]]:
-    """Yield a figure, axes with a row for each of the worst layers, and their names."""
-    worst = sorted(badness, key=lambda name: -badness[name])[:_MOST_LAYERS]
-    shown = [name for name in badness if name in worst]
-    with _new_figure(1, (8.0, 1.2 + 0.14 * len(shown)), path) as (figure, (axes,)):
-        yield figure, axes, shown
-        axes.set_title(title, pad=20)
-        axes.set_yticks(range(len(shown)), shown, fontsize=7)
-        axes.set_ylim(len(shown) - 0.5, -0.5)
-        _add_legend(axes)
+    return figure
 
 
 def _label_powers(axis: Any) -> None:
     """Label an axis of exponents with whole powers of two."""
     axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axis.set_major_formatter(_POWER)
-
-
-def _add_legend(axes: Any) -> None:
-    """Add a legend above the axes."""
-    place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0}
-    axes.legend(ncols=3, frameon=False, fontsize=8, **place)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
