@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,15 +18,13 @@ from ..core.optimizer import MasterWeightOptimizer
 from ..core.optimizers import (
     check_supported,
     initialize,
-    paths_of,
     single_optimizers,
     split,
 )
-from ..core.scaler import GradScaler
 from ..core.storage import STORAGES
-from ..core.trees import flatten, get_at, is_floating, leaves
+from ..core.trees import flatten, get_at, is_floating, leaves, walk
 from ..files.text import align, dtype_name
-from ..float32.trial import preserved
+from ..float32.trial import Trial, preserved
 
 _WORST = 10
 
@@ -100,11 +97,8 @@ def lost_updates(
     scale = 1.0
     if isinstance(optimizer, MasterWeightOptimizer):
         scale = optimizer.scaler.get_scale()
-    with preserved(model), warnings.catch_warnings():
-        # Such as the warning about float16 gradients without a scale.
-        warnings.simplefilter("ignore")
-        scaler = GradScaler(scale, dynamic=False)
-        _, gradients = scaler.value_and_grad(model, loss_fn)(*batch, **named)
+    with preserved(model):
+        _, gradients = Trial(model, loss_fn, batch, named).differentiate(scale)
         weights = model.trainable_parameters()
         sums, rate = _measure(optimizer, weights, gradients)
         # All of it is lazy until here. One at a time, so that the float32 arrays of a
@@ -151,9 +145,8 @@ def _measure(
     arrays = {id(x): x.astype(x.dtype) for x in leaves([optimizer.state])}
     optimizer = copy.deepcopy(optimizer, arrays)
     full = tree_map(lambda x: x.astype(mx.float32), masters)
-    parts = single_optimizers(optimizer)
-    for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
-        for place in places.values():
+    for part, tree in split(optimizer, gradients):
+        for (place, _, _), _ in walk(tree):
             with suppress(KeyError, IndexError):  # not initialized
                 box = get_at(place[:-1], part.state)
                 box[place[-1]] = storage.decode(part, box[place[-1]])
@@ -167,7 +160,7 @@ def _measure(
             is_stuck = is_updated & (moved == 0)
             terms = [moved * update, update * update, is_stuck, is_updated]
             sums[path] = mx.stack([mx.sum(x).astype(mx.float32) for x in terms])
-    return sums, parts[0].state.get("learning_rate")
+    return sums, single_optimizers(optimizer)[0].state.get("learning_rate")
 
 
 def _shares(sums: list[mx.array]) -> tuple[float, float]:
