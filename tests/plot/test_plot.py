@@ -1,6 +1,7 @@
 """Pictures show the data they were given, and the command draws a file."""
 
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -96,8 +97,7 @@ def test_headroom_plot_shows_the_limit_and_the_float32_layers():
     text = "0 of 5 layers overflow in float16; 100.0% of parameters stay in float16"
     assert text in texts(plot_headroom(search(largest=4e4)))
     figure = plot_headroom(search(largest=1e5))
-    text = "1 of 5 layers overflow in float16; 100.0% of parameters stay in float16"
-    assert {text, "layers.1", "65504"} <= set(texts(figure))
+    assert {text.replace("0 of", "1 of"), "layers.1", "65504"} <= set(texts(figure))
     (axes,) = figure.axes
     half, full, _ = axes.lines
     assert list(half.get_ydata()) == [0, 2, 3, 4]
@@ -167,16 +167,11 @@ def test_plotting_empty_data_is_an_error_and_writes_no_file(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]
 
 
-def test_plot_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsys):
-    output = str(tmp_path / "a.png")
-    assert main([str(run), "-o", output]) == 0
-    assert main([str(run)]) == 0
-    printed = capsys.readouterr().out.split()
-    assert printed == [output, str(tmp_path / "run.png")]
-    assert all((tmp_path / name).exists() for name in ("a.png", "run.png"))
-
-
-def test_plot_command_reports_missing_and_foreign_files_in_one_line(tmp_path, capsys):
+def test_plot_command_writes_a_file_or_one_line_about_the_error(run, tmp_path, capsys):
+    output, beside = str(tmp_path / "a.png"), str(tmp_path / "run.png")
+    assert [main([str(run), "-o", output]), main([str(run)])] == [0, 0]
+    assert capsys.readouterr().out.split() == [output, beside]
+    assert all(map(os.path.exists, (output, beside)))
     (tmp_path / "other.csv").write_text("a,b\n")
     for name in ("none.csv", "other.csv"):
         assert main([str(tmp_path / name)]) == 1
