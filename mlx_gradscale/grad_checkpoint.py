@@ -1,11 +1,11 @@
 """Recompute layers in the backward pass instead of keeping their activations.
 
-A layer runs again with the same arguments, after its random key, the arrays in its
-modules and arguments, and the dicts and lists that hold them, were given the values
-that they had before. Afterwards, they get back those of now. So gradients, random
-numbers and buffers are those without recomputation. Two dependencies in the graph save memory: a layer is
-recomputed after the gradient of its outputs is known, and the gradients of its inputs
-wait for those of its weights, so that it is done before the next one is recomputed.
+A layer runs again after its random key, the arrays in its modules and arguments, and
+the dicts and lists that hold them were given the values that they had before; then they
+get their present values back. So gradients, random numbers and buffers are those
+without recomputation. Two dependencies in the graph save memory: a layer is recomputed
+after the gradient of its outputs is known, and the gradients of its inputs wait for
+those of its weights, so that it is done before the next one is recomputed.
 """
 
 from types import NoneType
