@@ -1,13 +1,13 @@
 """Recompute layers in the backward pass instead of keeping their activations.
 
-A layer runs again with the same random key, and with the contents that the dicts and
-lists of its modules and arguments had before. So gradients, random numbers and buffers
-are those without recomputation. Two dependencies in the graph save memory: a layer is
-recomputed after the gradient of its outputs is known, and the gradients of its inputs
-wait for those of its weights, so that it is done before the next one is recomputed.
+A layer runs again after its random key, the arrays in its modules and arguments, and
+the dicts and lists that hold them were given the values that they had before; then they
+get their present values back. So gradients, random numbers and buffers are those
+without recomputation. Two dependencies in the graph save memory: a layer is recomputed
+after the gradient of its outputs is known, and the gradients of its inputs wait for
+those of its weights, so that it is done before the next one is recomputed.
 """
 
-from operator import is_not
 from types import NoneType
 from typing import Any
 
@@ -17,12 +17,10 @@ from mlx.utils import tree_flatten, tree_map
 
 from .core.forward import is_opaque
 from .core.intercept import get_handlers, set_handlers
-from .core.trees import CONTAINERS, is_floating
+from .core.trees import CONTAINERS, Snapshot, is_floating, leaves
 
 # What arguments may consist of. A layer may write to any other object, such as a cache.
 _PLAIN = (mx.array, mx.Dtype, bool, int, float, complex, str, bytes, NoneType)
-# Containers, each with a copy of its contents.
-_Boxes = list[tuple[Any, Any]]
 
 
 class GradCheckpoint:
@@ -106,8 +104,9 @@ def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -
     arguments = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
     if not all(isinstance(x, _PLAIN) for x in arguments):
         return function(*args, **kwargs)
-    boxes, arrays = _look([args, kwargs, module])
-    key = _random_state()[0]
+    # The random key is one of the arrays.
+    before, arrays = _look([args, kwargs, module, _random_state()])
+    floating = [i for i, x in arrays.items() if is_floating(x)]
     results: list[Any] = []
 
     def forward(_: list[mx.array]) -> list[mx.array]:
@@ -118,25 +117,26 @@ def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -
         ready = [x for x in cotangents if is_floating(x)]
         # One call for each array: evaluating one of several evaluates them all.
         new = {i: mx.depends(x, ready) for i, x in zip(arrays, inputs, strict=True)}
-        floating = [i for i, x in new.items() if is_floating(x)]
+        trainable: set[int] = set()
 
         def run(*primals: mx.array) -> list[mx.array]:
-            new.update(zip(floating, primals, strict=True))
-            _restore(boxes, new)
-            outputs = _arrays(function(*_replace(args, new), **kwargs))
+            _restore(before)
+            _assign(arrays, new | dict(zip(floating, primals, strict=True)))
+            trainable.update(map(id, leaves(module.trainable_parameters())))
+            outputs = _arrays(function(*args, **kwargs))
             # mx.vjp skips outputs of mx.stop_gradient, and then gives their cotangents
             # to the next outputs.
             return [mx.depends(x, []) for x in outputs if is_floating(x)]
 
-        state, boxes_now = _random_state(), [(box, type(x)(box)) for box, x in boxes]
-        key_now, state[0] = state[0], mx.depends(key, ready)
+        after = [(box, type(copy)(box)) for box, copy in before]
+        values = {i: x.astype(x.dtype) for i, x in arrays.items()}
         try:
             _, found = mx.vjp(run, [new[i] for i in floating], ready)
         finally:
-            _restore(boxes_now, {})
-            state[0] = key_now
+            _assign(arrays, values)
+            _restore(after)
         gradients = dict(zip(floating, found, strict=True))
-        weights = _trainable(boxes, gradients)
+        weights = [x for i, x in gradients.items() if i in trainable]
         for i in gradients.keys() & map(id, arguments):
             gradients[i] = mx.depends(gradients[i], weights)
         return [gradients.get(i, mx.zeros_like(x)) for i, x in new.items()]
@@ -151,10 +151,10 @@ def _recompute(module: nn.Module, function: Any, /, *args: Any, **kwargs: Any) -
     )
 
 
-def _look(stack: list[Any]) -> tuple[_Boxes, dict[int, mx.array]]:
-    """Copy each container below these, with the attributes of modules.
+def _look(stack: list[Any]) -> tuple[Snapshot, dict[int, mx.array]]:
+    """Record each dict and list below these, with the attributes of modules.
 
-    Returns the copies, and the arrays by id.
+    Returns these with copies of their contents, and all arrays below them, by id.
     """
     boxes: dict[int, tuple[Any, Any]] = {}
     arrays: dict[int, mx.array] = {}
@@ -174,44 +174,27 @@ def _look(stack: list[Any]) -> tuple[_Boxes, dict[int, mx.array]]:
     return list(boxes.values()), arrays
 
 
-def _restore(boxes: _Boxes, new: dict[int, mx.array]) -> None:
-    """Give each container the contents of its copy, with new arrays by id."""
-    tuples = {id(x): _replace(x, new) for x, _ in boxes if isinstance(x, tuple)}
-    get = (new | tuples).get
-    for box, copy in boxes:
+def _restore(saved: Snapshot) -> None:
+    """Give each dict and list the contents of its copy."""
+    for box, copy in saved:
         if isinstance(box, dict):
             for name in box.keys() - copy.keys():
                 del box[name]
-            # A module's own update() does something else.
-            dict.update(box, {name: get(id(x), x) for name, x in copy.items()})
+            dict.update(box, copy)  # a module's own update() does something else
         elif isinstance(box, list):
-            box[:] = [get(id(x), x) for x in copy]
+            box[:] = copy
 
 
-def _replace(x: Any, new: dict[int, mx.array]) -> Any:
-    """Return the new array for an array, and a tuple of new arrays for a tuple."""
-    if not isinstance(x, tuple):
-        return new.get(id(x), x)
-    items = [_replace(item, new) for item in x]
-    if not any(map(is_not, items, x)):
-        return x
-    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
-
-
-def _trainable(boxes: _Boxes, gradients: dict[int, mx.array]) -> list[mx.array]:
-    """Return the gradients of the trainable parameters of modules."""
-    return [
-        gradients[id(x)]
-        for module, copy in boxes
-        if isinstance(module, nn.Module)
-        for name, x in copy.items()
-        if id(x) in gradients and module.trainable_parameter_filter(module, name, x)
-    ]
+def _assign(arrays: dict[int, mx.array], values: dict[int, mx.array]) -> None:
+    """Replace the values of arrays by id, wherever the arrays are, without a copy."""
+    for i, x in arrays.items():
+        # Not the method of a subclass, which may watch what changes the array.
+        mx.array.__setitem__(x, ..., values[i])
 
 
 def _arrays(tree: Any) -> list[mx.array]:
-    leaves = tree_flatten(tree, is_leaf=is_opaque)
-    return [x for _, x in leaves if isinstance(x, mx.array)]
+    found = tree_flatten(tree, is_leaf=is_opaque)
+    return [x for _, x in found if isinstance(x, mx.array)]
 
 
 def _random_state() -> list[mx.array]:

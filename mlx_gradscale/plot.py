@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,20 +31,10 @@ Output = str | os.PathLike[str] | None
 _LINE, _ALARM, _BAR = "#0969da", "#cf222e", "#57606a"
 # Backgrounds. The last two of eight digits are the opacity.
 _LOST, _SUBNORMAL, _NORMAL = "#e3631b59", "#f2c94c59", "#8c959f26"
-_SETTINGS = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "grid.alpha": 0.4,
-    "font.size": 9,
-    "legend.frameon": False,
-}
 # Formats the exponent x as a power of two, in text and tick labels.
 _POWER = "$2^{{{x:.0f}}}$"
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
-_LONG_RUN, _MOST_LAYERS = 500, 40
+_MOST_LAYERS = 40
 # The exponents of gradients to show. The outer ranges are wide enough for their labels.
 _LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
 # The name, the exponents and the background of each range of float16.
@@ -63,8 +51,7 @@ def plot_history(
 ) -> Figure:
     """Plot the loss, loss scale and gradient norm of a run, and mark skipped steps.
 
-    A line has a gap where a value is inf or NaN. In a run of more than 500 steps, a
-    running mean over one percent of the run is drawn over a paler line.
+    A line has a gap where a value is inf or NaN.
 
     Args:
         history (ScaleHistory or str): The history, or its ``.csv`` file.
@@ -87,48 +74,35 @@ def plot_history(
     records, skipped = history.records, history.skipped
     if not records:
         raise ValueError("The history is empty. Record some steps first.")
-    steps = np.array([record.step for record in records])
-    columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
-    columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
-    size = 8.0, 0.7 + 1.55 * len(columns)
-    with _new_figure(len(columns), size, path) as (figure, panels):
-        for axes, (name, column) in zip(panels, columns.items(), strict=True):
-            values = np.array(column, float)  # None becomes NaN
-            values[np.isinf(values)] = math.nan  # matplotlib leaves a gap
-            _draw_line(axes, steps, values, name == "scale")
-            axes.set_ylabel(_PANELS[name])
-            if skipped:
-                look: Any = {"color": _ALARM, "ms": 5, "label": "skipped step"}
-                look |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
-                axes.plot(skipped, [1.0] * len(skipped), "v", **look)
-        panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
-        _add_legend(panels[0])
-        panels[-1].set_xlabel("step")
-        figure.align_ylabels()
-    return figure
-
-
-def _draw_line(axes: Any, steps: Any, values: Any, is_scale: bool) -> None:
-    # Without a marker, a value between two gaps would be invisible.
-    look: Any = {"color": _LINE, "ms": 3, "mew": 0}
-    finite = values[np.isfinite(values)]
-    if is_scale:
-        # Exponents on a linear axis: for a scale that moves between two powers,
-        # matplotlib's logarithmic axis shows only one label.
-        axes.step(steps, np.log2(values), ".-", where="post", **look)
-        _label_powers(axes.yaxis)
-        return
-    if len(steps) <= _LONG_RUN:
-        axes.plot(steps, values, ".-", **look)
-    else:
-        axes.plot(steps, values, color=_LINE, lw=0.6, alpha=0.35)
-        window = np.ones(len(steps) // 100)
-        total = np.convolve(np.nan_to_num(values), window, "same")
-        count = np.convolve(np.isfinite(values), window, "same")
-        mean = np.where(np.isfinite(values), total / np.maximum(count, 1), math.nan)
-        axes.plot(steps, mean, color=_LINE, label="running mean")
-    if finite.size and 0 < finite.min() < finite.max() / 50:
-        axes.set_yscale("log")
+    recorded = {
+        name: [(r.step, y) for r in records if (y := getattr(r, name)) is not None]
+        for name in _PANELS
+    }
+    recorded = {name: points for name, points in recorded.items() if points}
+    size = 8.0, 0.7 + 1.55 * len(recorded)
+    figure, panels = _new_figure(len(recorded), size)
+    for axes, (name, points) in zip(panels, recorded.items(), strict=True):
+        steps, values = np.array(points).T
+        finite = values[np.isfinite(values)]
+        # Without a marker, a value between two gaps would be invisible.
+        look: Any = {"color": _LINE, "lw": 1, "marker": ".", "ms": 4, "mew": 0}
+        if name == "scale":
+            # Exponents on a linear axis: for a scale that moves between two powers,
+            # matplotlib's logarithmic axis shows only one label.
+            values = np.log2(values)
+            _label_powers(axes.yaxis)
+            look["drawstyle"] = "steps-post"
+        elif finite.size and 0 < finite.min() < finite.max() / 50:
+            axes.set_yscale("log")
+        axes.plot(steps, values, **look)
+        axes.set_ylabel(_PANELS[name])
+        if skipped:
+            top = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            ones = [1.0] * len(skipped)
+            axes.plot(skipped, ones, "v", color=_ALARM, label="skipped step", **top)
+    panels[0].set_title(f"{plural(len(records), 'step')}, {len(skipped)} skipped")
+    panels[-1].set_xlabel("step")
+    return _save(figure, path)
 
 
 def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) -> Figure:
@@ -157,31 +131,31 @@ def plot_gradients(gradients: Any, path: Output = None, *, scale: Any = None) ->
     if not histogram.by_power():
         raise ValueError("Nothing to plot: no gradient has a finite, nonzero value.")
     scale = scale_of(histogram.best_scale if scale is None else scale)
-    with _new_figure(2, (8.0, 4.9), path) as (figure, panels):
-        for axes, each in zip(panels, (1.0, scale), strict=True):
-            counts, shares = histogram.by_power(each), histogram.at(each)
-            heights = [100 * count / histogram.size for count in counts.values()]
-            axes.bar([p + 0.5 for p in counts], heights, color=_BAR, width=0.85)
-            axes.set_xlim(_LOW, _HIGH)
-            axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
-            axes.xaxis.set_major_formatter(_POWER)
-            axes.yaxis.set_major_formatter("{x:.0f}%")
-            axes.grid(False, axis="x")
-            for name, start, end, color in _RANGES:
-                axes.axvspan(start, end, color=color, lw=0, zorder=0)
-                look: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-                text = f"{name}\n{percent(getattr(shares, name))}"
-                axes.text((start + end) / 2, 1.02, text, size=8, **look)
-            title = f"with loss scale {_POWER.format(x=math.log2(each))}"
-            axes.set_title("without loss scaling" if each == 1 else title, pad=28)
-            rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
-            if hidden := [f"{percent(x)} {name}" for name, x in rest.items() if x]:
-                title = f"not drawn: {', '.join(hidden)}"
-                axes.set_title(title, loc="right", fontsize=8, pad=28)
-        figure.supylabel("share of all gradients", fontsize=9)
-        label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
-        panels[-1].set_xlabel(label)
-    return figure
+    figure, panels = _new_figure(2, (8.0, 4.9))
+    for axes, each in zip(panels, (1.0, scale), strict=True):
+        counts, shares = histogram.by_power(each), histogram.at(each)
+        heights = [100 * count / histogram.size for count in counts.values()]
+        axes.bar([p + 0.5 for p in counts], heights, color=_BAR, width=0.85)
+        axes.set_xlim(_LOW, _HIGH)
+        axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
+        axes.xaxis.set_major_formatter(_POWER)
+        axes.yaxis.set_major_formatter("{x:.0f}%")
+        axes.grid(False, axis="x")
+        for name, start, end, color in _RANGES:
+            axes.axvspan(start, end, color=color, lw=0, zorder=0)
+            look: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
+            text = f"{name}\n{percent(getattr(shares, name))}"
+            axes.text((start + end) / 2, 1.02, text, size=8, **look)
+        title = f"with loss scale {_POWER.format(x=math.log2(each))}"
+        axes.set_title("without loss scaling" if each == 1 else title, pad=28)
+        rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
+        if hidden := [f"{percent(x)} {name}" for name, x in rest.items() if x]:
+            title = f"not drawn: {', '.join(hidden)}"
+            axes.set_title(title, loc="right", fontsize=8, pad=28)
+    figure.supylabel("share of all gradients", fontsize=9)
+    label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
+    panels[-1].set_xlabel(label)
+    return _save(figure, path)
 
 
 def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
@@ -218,19 +192,15 @@ def plot_headroom(search: Float32Search, path: Output = None) -> Figure:
     if search.where:
         title += f"; {search.float16_parameters:.1%} of parameters stay in {dtype}"
     badness = {x.layer: math.inf if x.layer in is_inside else -x.headroom for x in rows}
-    with _layer_figure(badness, title, path) as (figure, axes, shown):
-        places = {name: i for i, name in enumerate(shown)}
-        for is_float32, color in ((False, _LINE), (True, _ALARM)):
-            found = [x for x in rows if x.layer in places]
-            found = [row for row in found if row.is_float32 == is_float32]
-            sizes = [limit - row.headroom for row in found]
-            label = f"computes in {'float32' if is_float32 else dtype}"
-            look: Any = {"color": color, "ms": 4, "label": label}
-            axes.plot(sizes, [places[row.layer] for row in found], "o", **look)
-        axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
-        axes.set_xlabel("largest magnitude")
-        _label_powers(axes.xaxis)
-    return figure
+    half, full = (f"computes in {dtype}", _LINE), ("computes in float32", _ALARM)
+    series: dict[tuple[str, str], dict[str, float]] = {half: {}, full: {}}
+    for row in rows:
+        series[full if row.is_float32 else half][row.layer] = limit - row.headroom
+    figure, axes = _plot_layers(badness, series, title)
+    axes.axvline(limit, color=_ALARM, lw=1, label=f"{rows[0].maximum:.5g}")
+    axes.set_xlabel("largest magnitude")
+    _label_powers(axes.xaxis)
+    return _save(figure, path)
 
 
 def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
@@ -259,55 +229,64 @@ def plot_lost_updates(report: LostUpdates, path: Output = None) -> Figure:
     badness = {k: x.lost for k, x in report.layers.items() if not math.isnan(x.lost)}
     if not badness:
         raise ValueError(f"There is nothing to plot. {report.verdict}".strip())
-    with _layer_figure(badness, report.verdict, path) as (figure, axes, shown):
-        found = [report.layers[name] for name in shown]
-        lines, look = range(len(found)), {"marker": "o", "ms": 4, "ls": ""}
-        stuck = [x.stuck for x in found]
-        axes.plot(stuck, lines, color=_BAR, label="weights that do not move", **look)
-        lost = [x.lost for x in found]
-        axes.plot(lost, lines, color=_LINE, label="lost update", **look)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    return figure
+    stuck = {name: report.layers[name].stuck for name in badness}
+    series = {
+        ("weights that do not move", _BAR): stuck,
+        ("lost update", _LINE): badness,
+    }
+    figure, axes = _plot_layers(badness, series, report.verdict)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    return _save(figure, path)
 
 
-@contextmanager
-def _new_figure(
-    rows: int, size: tuple[float, float], path: Output
-) -> Iterator[tuple[Figure, list[Any]]]:
-    """Yield a figure and its axes; on exit, save it to ``path`` if given."""
+def _new_figure(rows: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:
+    """Return a figure and its axes, one below the other."""
     try:
-        import matplotlib
-        import matplotlib.figure
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "Plots require matplotlib. Run: pip install 'mlx_gradscale[plot]'"
         ) from error
-    with matplotlib.rc_context(_SETTINGS):
-        # Without pyplot, the figure opens no window and leaves no global state.
-        new = matplotlib.figure.Figure
-        figure = new(figsize=size, dpi=130, layout="constrained")
-        yield figure, list(figure.subplots(rows, squeeze=False, sharex=True).flat)
-        if path is not None:
-            # Draw in memory first, so that an error leaves no file.
-            data = io.BytesIO()
-            figure.savefig(data, format=Path(path).suffix[1:])
-            with atomic_write(path) as file:
-                file.write(data.getbuffer())
+    # Without pyplot, the figure opens no window and leaves no global state.
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    panels = list(figure.subplots(rows, squeeze=False, sharex=True).flat)
+    for axes in panels:
+        axes.grid(alpha=0.4)
+    return figure, panels
 
 
-@contextmanager
-def _layer_figure(
-    badness: dict[str, float], title: str, path: Output
-) -> Iterator[tuple[Figure, Any, list[str]]]:
-    """Yield a figure, axes with a row for each of the worst layers, and their names."""
+def _plot_layers(
+    badness: dict[str, float],
+    series: dict[tuple[str, str], dict[str, float]],
+    title: str,
+) -> tuple[Figure, Any]:
+    """Draw a row for each of the worst layers, and return the figure and its axes.
+
+    ``series`` has, by label and color, a value for each layer.
+    """
     worst = sorted(badness, key=lambda name: -badness[name])[:_MOST_LAYERS]
     shown = [name for name in badness if name in worst]
-    with _new_figure(1, (8.0, 1.2 + 0.14 * len(shown)), path) as (figure, (axes,)):
-        yield figure, axes, shown
-        axes.set_title(title, pad=20)
-        axes.set_yticks(range(len(shown)), shown, fontsize=7)
-        axes.set_ylim(len(shown) - 0.5, -0.5)
-        _add_legend(axes)
+    figure, (axes,) = _new_figure(1, (8.0, 1.2 + 0.14 * len(shown)))
+    for (label, color), values in series.items():
+        rows = [i for i, name in enumerate(shown) if name in values]
+        found = [values[shown[i]] for i in rows]
+        axes.plot(found, rows, "o", color=color, ms=4, label=label)
+    axes.set_title(title, pad=20)
+    axes.set_yticks(range(len(shown)), shown, fontsize=7)
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Output) -> Figure:
+    """Add a legend, write the figure to a file if there is a path, and return it."""
+    axes = figure.axes[0]
+    if axes.get_legend_handles_labels()[0]:
+        place: Any = {"bbox_to_anchor": (1.0, 1.0), "borderpad": 0, "frameon": False}
+        axes.legend(loc="lower right", ncols=3, fontsize=8, **place)
+    if path is not None:
+        with atomic_write(path) as file:
+            figure.savefig(file, format=Path(path).suffix[1:])
+    return figure
 
 
 def _label_powers(axis: Any) -> None:
@@ -316,22 +295,12 @@ def _label_powers(axis: Any) -> None:
     axis.set_major_formatter(_POWER)
 
 
-def _add_legend(axes: Any) -> None:
-    """Add a legend above the axes, each label once."""
-    handles, labels = axes.get_legend_handles_labels()
-    legend = dict(zip(labels, handles, strict=True))
-    place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderpad": 0}
-    if legend:
-        axes.legend(legend.values(), legend, ncols=len(legend), **place)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``mlx_gradscale plot`` and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale plot",
         description="Plot the history of a run: loss, loss scale and gradient norm, "
-        "with a mark at every skipped step. Runs of more than 500 steps also show a "
-        "running mean.",
+        "with a mark at every skipped step.",
         epilog="example: mlx_gradscale plot run.csv -o run.svg",
     )
     add = parser.add_argument

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from ast import literal_eval
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,60 +13,43 @@ from mlx_gradscale import grad_checkpoint
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
-# The values of small configurations, and the fields that have them.
-FIELDS = (
-    (
-        1,
-        "n_shared_experts n_group topk_group first_k_dense_replace decoder_sparse_step "
-        "num_kv_reuse_layers num_shared_experts group_norm_size num_dense_layers "
-        "n_groups mamba_n_groups attn_layer_offset expert_layer_offset "
-        "moe_layer_start_index",
-    ),
-    (
-        2,
-        "num_key_value_heads num_experts_per_tok linear_num_key_heads num_kv_heads "
-        "layer_group_size mamba_expand attn_layer_period expert_layer_period "
-        "full_attention_interval sliding_window_pattern",
-    ),
-    (3, "num_hidden_layers n_layer num_layers conv_L_cache"),
-    (
-        4,
-        "num_attention_heads n_head num_heads num_experts n_routed_experts rotary_dim "
-        "num_local_experts qk_rope_head_dim conv_kernel time_step_rank mamba_d_conv "
-        "linear_num_value_heads linear_conv_kernel_dim moe_num_experts mamba_num_heads "
-        "mamba_n_heads",
-    ),
-    (
-        8,
-        "head_dim kv_lora_rank q_lora_rank qk_nope_head_dim v_head_dim sliding_window "
-        "state_size query_pre_attn_scalar linear_key_head_dim linear_value_head_dim "
-        "block_multiple_of mamba_d_state mamba_d_head mamba_chunk_size mamba_head_dim "
-        "ssm_state_size kv_channels attention_window_size",
-    ),
-    (16, "moe_intermediate_size shared_expert_intermediate_size"),
-    (32, "hidden_size n_embd hidden_dim block_dim mamba_d_ssm"),
-    (48, "intermediate_size block_ff_dim"),
-    (64, "vocab_size max_position_embeddings n_positions n_ctx"),
-    (0.5, "partial_rotary_factor"),
-    (
-        1.0,
-        "logits_scaling attention_multiplier embedding_multiplier residual_multiplier "
-        "block_ffn_dim_multiplier routed_scaling_factor",
-    ),
-    (1e4, "rope_theta"),
-    (1e-5, "rms_norm_eps norm_eps layer_norm_epsilon layer_norm_eps norm_epsilon"),
-    (
-        False,
-        "use_bias attention_bias mlp_bias conv_bias block_auto_adjust_ff_dim "
-        "mamba_proj_bias qkv_bias",
-    ),
-    (
-        True,
-        "use_conv_bias norm_topk_prob tie_word_embeddings post_norm qk_norm "
-        "use_qk_norm mamba_conv_bias",
-    ),
-)
-CONFIG = {name: value for value, names in FIELDS for name in names.split()} | {
+# Small configurations: a value, and the fields that have it.
+FIELDS = """
+1 n_shared_experts n_group topk_group first_k_dense_replace decoder_sparse_step
+1 num_kv_reuse_layers num_shared_experts group_norm_size num_dense_layers n_groups
+1 mamba_n_groups attn_layer_offset expert_layer_offset moe_layer_start_index
+2 num_key_value_heads num_experts_per_tok linear_num_key_heads num_kv_heads
+2 layer_group_size mamba_expand attn_layer_period expert_layer_period
+2 full_attention_interval sliding_window_pattern
+3 num_hidden_layers n_layer num_layers conv_L_cache
+4 num_attention_heads n_head num_heads num_experts n_routed_experts rotary_dim
+4 num_local_experts qk_rope_head_dim conv_kernel time_step_rank mamba_d_conv
+4 linear_num_value_heads linear_conv_kernel_dim moe_num_experts mamba_num_heads
+4 mamba_n_heads
+8 head_dim kv_lora_rank q_lora_rank qk_nope_head_dim v_head_dim sliding_window
+8 state_size query_pre_attn_scalar linear_key_head_dim linear_value_head_dim
+8 block_multiple_of mamba_d_state mamba_d_head mamba_chunk_size mamba_head_dim
+8 ssm_state_size kv_channels attention_window_size
+16 moe_intermediate_size shared_expert_intermediate_size
+32 hidden_size n_embd hidden_dim block_dim mamba_d_ssm
+48 intermediate_size block_ff_dim
+64 vocab_size max_position_embeddings n_positions n_ctx
+0.5 partial_rotary_factor
+1.0 logits_scaling attention_multiplier embedding_multiplier residual_multiplier
+1.0 block_ffn_dim_multiplier routed_scaling_factor
+1e4 rope_theta
+1e-5 rms_norm_eps norm_eps layer_norm_epsilon layer_norm_eps norm_epsilon
+False use_bias attention_bias mlp_bias conv_bias block_auto_adjust_ff_dim
+False mamba_proj_bias qkv_bias
+True use_conv_bias norm_topk_prob tie_word_embeddings post_norm qk_norm use_qk_norm
+True mamba_conv_bias
+"""
+CONFIG = {
+    **{
+        k: literal_eval(x)
+        for x, *keys in map(str.split, FIELDS.split("\n")[1:-1])
+        for k in keys
+    },
     "hidden_act": "silu",
     "hybrid_override_pattern": "M*M",
     "is_moe_layer": [False, True, True],

@@ -45,24 +45,21 @@ class LossScaleCallback:
         lazy |= {name: state[name] for name in ("skipped_steps", "consecutive_skips")}
         lazy |= {} if norm is None else {"grad_norm": norm}
         mx.eval(lazy)
-        report = train_info | {name: x.item() for name, x in lazy.items()}
+        found: dict[str, Any] = {name: x.item() for name, x in lazy.items()}
+        scale, skipped = found["loss_scale"], found["skipped_steps"]
+        new = skipped - self._skipped_before
+        self._skipped_before = skipped
+        parts = [f"scale {power(scale)}"] if scale != 1 else []
+        parts.append(f"skipped {skipped}" + (f" ({new} new)" if new else ""))
+        if norm is not None:
+            parts.append(f"grad norm {found['grad_norm']:.3g}")
         # mlx-lm calls this on every rank, but prints only on rank 0.
         if mx.distributed.init().rank() == 0:
-            print(self._line(report))
+            print(f"Iter {train_info.get('iteration', '?')}: {', '.join(parts)}")
         if self.wrapped_callback is not None:
-            self.wrapped_callback.on_train_loss_report(report)
-        self._skipped_before = report["skipped_steps"]
+            self.wrapped_callback.on_train_loss_report(train_info | found)
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
         """Pass on a validation report unchanged."""
         if self.wrapped_callback is not None:
             self.wrapped_callback.on_val_loss_report(val_info)
-
-    def _line(self, report: dict[str, Any]) -> str:
-        scale, skipped = report["loss_scale"], report["skipped_steps"]
-        new = skipped - self._skipped_before
-        parts = [f"scale {power(scale)}"] if scale != 1 else []
-        parts.append(f"skipped {skipped}" + (f" ({new} new)" if new else ""))
-        if "grad_norm" in report:
-            parts.append(f"grad norm {report['grad_norm']:.3g}")
-        return f"Iter {report.get('iteration', '?')}: {', '.join(parts)}"

@@ -1,8 +1,8 @@
 """Record the history of a run in memory and in a CSV file."""
 
 import csv
-import math
 import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class ScaleHistory:
         self._every = every
         self._path = None if path is None else _check_path(path)
         self._records: list[ScaleRecord] = []
-        self._pending: list[tuple[int, list[Any]]] = []
+        self._pending: list[list[Any]] = []
         self._step = 0
         if self._path is not None:
             if self._path.exists():
@@ -94,18 +94,16 @@ class ScaleHistory:
             grad_norm = getattr(source, "grad_norm", None)
         self._step = self._step + 1 if step is None else int(step)
         applied = scaler.state["last_step_applied"]
-        values = [scale_array(scaler), applied, grad_norm, loss]
-        self._pending.append((self._step, values))
+        self._pending.append(
+            [self._step, scale_array(scaler), applied, grad_norm, loss]
+        )
         if len(self._pending) >= self._every:
             self.flush()
 
     def flush(self) -> None:
         """Read pending steps from the device, and append them to the file, if any."""
-        mx.eval([values for _, values in self._pending])
-        new = []
-        for step, (scale, applied, *numbers) in self._pending:
-            given = (None if x is None else float(x) for x in numbers)
-            new.append(ScaleRecord(step, float(scale), bool(applied), *given))
+        mx.eval(self._pending)
+        new = [_read(*values) for values in self._pending]
         if self._path is not None and new:
             _append(self._path, new)
         self._pending.clear()
@@ -115,12 +113,9 @@ class ScaleHistory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        # Do not hide the run's own error, which its last arrays may raise again.
+        with suppress(Exception) if kind else nullcontext():
             self.flush()
-        except Exception:
-            # Do not hide the run's own error, which its last arrays may raise again.
-            if kind is None:
-                raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ScaleHistory":
@@ -136,14 +131,13 @@ class ScaleHistory:
             ValueError: If the file is not a history.
         """
         history = cls()
-        options: Any = {"newline": "", "errors": "replace", "opener": open_file}
-        with open(_check_path(path), **options) as file:
+        with open(_check_path(path), newline="", opener=open_file) as file:
             try:
                 header, *rows = csv.reader(file)
                 if tuple(header) != ScaleRecord._fields:
                     raise ValueError(header)
-                records = [_parse(*row) for row in rows]
-            except (ArithmeticError, TypeError, ValueError, csv.Error) as error:
+                records = [_read(*(x or None for x in row)) for row in rows]
+            except (TypeError, ValueError, csv.Error) as error:
                 raise ValueError(
                     f"{path} is not a history file. Pass a file written by "
                     "ScaleHistory or, for a new history, a new file name."
@@ -173,13 +167,10 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _parse(
-    step: str, scale: str, applied: str, grad_norm: str, loss: str
-) -> ScaleRecord:
-    if not 0 < float(scale) < math.inf:
-        raise ValueError(scale)
-    given = (float(x) if x else None for x in (grad_norm, loss))
-    return ScaleRecord(int(step), float(scale), bool(int(applied)), *given)
+def _read(step: Any, scale: Any, applied: Any, *numbers: Any) -> ScaleRecord:
+    """Convert the text or the arrays of a step; raise if that is impossible."""
+    grad_norm, loss = (None if x is None else float(x) for x in numbers)
+    return ScaleRecord(int(step), float(scale), bool(int(applied)), grad_norm, loss)
 
 
 def _append(path: Path, records: list[ScaleRecord]) -> None:

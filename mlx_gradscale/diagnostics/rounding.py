@@ -2,8 +2,7 @@
 
 import copy
 import math
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +18,13 @@ from ..core.optimizer import MasterWeightOptimizer
 from ..core.optimizers import (
     check_supported,
     initialize,
-    paths_of,
     single_optimizers,
     split,
 )
-from ..core.scaler import GradScaler
 from ..core.storage import STORAGES
-from ..core.trees import flatten, get_at, is_floating, leaves
+from ..core.trees import flatten, get_at, is_floating, leaves, walk
 from ..files.text import align, dtype_name
-from ..float32.trial import preserved
+from ..float32.trial import Trial, preserved
 
 _WORST = 10
 
@@ -100,11 +97,8 @@ def lost_updates(
     scale = 1.0
     if isinstance(optimizer, MasterWeightOptimizer):
         scale = optimizer.scaler.get_scale()
-    with preserved(model), warnings.catch_warnings():
-        # Such as the warning about float16 gradients without a scale.
-        warnings.simplefilter("ignore")
-        scaler = GradScaler(scale, dynamic=False)
-        _, gradients = scaler.value_and_grad(model, loss_fn)(*batch, **named)
+    with preserved(model):
+        _, gradients = Trial(model, loss_fn, batch, named).differentiate(scale)
         weights = model.trainable_parameters()
         sums, rate = _measure(optimizer, weights, gradients)
         # All of it is lazy until here. One at a time, so that the float32 arrays of a
@@ -116,21 +110,23 @@ def lost_updates(
     for path, x in sums.items():
         layers.setdefault(path.rpartition(".")[0] or path, []).append(x)
     parts = {path: LostUpdates(*_shares(found)) for path, found in layers.items()}
-    lost, stuck = _shares(sums.values())
-    dtypes = {x.dtype for _, x in flatten(weights) if is_floating(x)}
-    names = " and ".join(sorted(map(dtype_name, dtypes.intersection(HALF) or dtypes)))
-    at = "" if rate is None else f" at {float(rate):.3g}".replace("e-0", "e-")
-    verdict = f"Plain {names} would lose {_format(lost)} of an update{at}."
-    if any(x[-1].item() for x in sums.values()):
-        verdict = (
-            "The gradients of this batch are non-finite. To find the cause, call "
-            "mlx_gradscale.diagnostics.explain_overflow()."
-        )
-    elif math.isnan(lost):
+    lost, stuck = _shares(list(sums.values()))
+    if math.isnan(stuck):
         verdict = (
             "The update is zero everywhere, as in the first step of a warm-up, so "
             "there is nothing to lose. Measure a later step."
         )
+    elif math.isnan(lost):
+        verdict = (
+            "The update of this batch is non-finite. To find the cause, call "
+            "mlx_gradscale.diagnostics.explain_overflow()."
+        )
+    else:
+        dtypes = {x.dtype for _, x in flatten(weights) if is_floating(x)}
+        dtypes = dtypes.intersection(HALF) or dtypes
+        names = " and ".join(sorted(map(dtype_name, dtypes)))
+        at = "" if rate is None else f" at {float(rate):.3g}".replace("e-0", "e-")
+        verdict = f"Plain {names} would lose {_format(lost)} of an update{at}."
     return LostUpdates(lost, stuck, parts, verdict)
 
 
@@ -149,30 +145,27 @@ def _measure(
     arrays = {id(x): x.astype(x.dtype) for x in leaves([optimizer.state])}
     optimizer = copy.deepcopy(optimizer, arrays)
     full = tree_map(lambda x: x.astype(mx.float32), masters)
-    parts = single_optimizers(optimizer)
-    for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
-        for place in places.values():
+    for part, tree in split(optimizer, gradients):
+        for (place, _, _), _ in walk(tree):
             with suppress(KeyError, IndexError):  # not initialized
                 box = get_at(place[:-1], part.state)
                 box[place[-1]] = storage.decode(part, box[place[-1]])
     initialize(optimizer, full, STORAGES[32])
     halves, before, sums = dict(flatten(weights)), dict(flatten(masters)), {}
     for part, own in split(optimizer, gradients):
-        own_gradients = dict(flatten(own))
         for path, after in flatten(part.apply_gradients(own, full)):
             weight, update = halves[path], after - before[path]
             moved = (weight + update).astype(weight.dtype) - weight.astype(mx.float32)
             is_updated = update != 0
             is_stuck = is_updated & (moved == 0)
-            is_bad = ~mx.isfinite(own_gradients[path])
-            terms = [moved * update, update * update, is_stuck, is_updated, is_bad]
+            terms = [moved * update, update * update, is_stuck, is_updated]
             sums[path] = mx.stack([mx.sum(x).astype(mx.float32) for x in terms])
-    return sums, parts[0].state.get("learning_rate")
+    return sums, single_optimizers(optimizer)[0].state.get("learning_rate")
 
 
-def _shares(sums: Iterable[mx.array]) -> tuple[float, float]:
-    table = np.array([row.tolist() for row in sums])
-    moved, updated, n_stuck, n_updated, _ = table.sum(axis=0)
+def _shares(sums: list[mx.array]) -> tuple[float, float]:
+    """Return the lost and the stuck share, given the sums of some weights."""
+    moved, updated, n_stuck, n_updated = np.array(sums, np.float64).sum(axis=0)
     if not n_updated:
         return math.nan, math.nan
     return float(1 - moved / updated), float(n_stuck / n_updated)

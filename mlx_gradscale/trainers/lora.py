@@ -3,20 +3,15 @@
 import argparse
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
-from unittest.mock import patch
-
-import mlx.core as mx
-import mlx.nn as nn
 
 from ..commands import run_command
 from ..files.text import printable
 
 _TESTED = "0.32.2"
-_INSTALL = (
+INSTALL = (
     f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
 # No defaults, because mlx-lm reads a value from YAML only if its flag is None.
@@ -67,22 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error in this package is printed on one line. Errors in mlx-lm propagate.
     """
-    return run_command(lambda: _fine_tune(argv))
+    return run_command(lambda: _fine_tune(sys.argv[1:] if argv is None else argv))
 
 
-def _fine_tune(argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _fine_tune(arguments: Sequence[str]) -> int:
     try:
-        host = _import_host()
-        with (
-            patch.object(sys, "argv", ["mlx_gradscale lora", *arguments]),
-            patch.multiple(
-                host,
-                build_parser=partial(_build_parser, host.build_parser),
-                run=partial(_run, host, host.run),
-            ),
-        ):
-            host.main()
+        _import_training().run_mlx_lm(arguments)
     except (ImportError, OSError, ValueError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         is_ours = frame.f_globals.get("__name__", "").startswith("mlx_gradscale.")
@@ -93,22 +78,20 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _import_host() -> Any:
-    """Return ``mlx_lm.lora``, or raise an ``ImportError`` that says what to install."""
+def _import_training() -> ModuleType:
     try:
-        from mlx_lm import lora
         from mlx_lm.lora import build_parser, evaluate, main, run, train  # noqa: F401
 
-        from . import lora_training  # noqa: F401
+        from . import lora_training
     except ImportError as error:
         raise ImportError(
-            f"mlx-lm is missing or incompatible ({error}). {_INSTALL}"
+            f"mlx-lm is missing or incompatible ({error}). {INSTALL}"
         ) from None
-    return lora
+    return lora_training
 
 
-def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = build()
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this package to mlx-lm's parser."""
     parser.description = (
         "Fine-tune with mlx-lm (LoRA, DoRA or all weights), with master weights and, "
         "in float16, loss scaling."
@@ -121,32 +104,3 @@ def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
         f"float16. Tested with mlx-lm {_TESTED}."
     )
     return parser
-
-
-def _run(host: Any, run: Callable[..., Any], options: Any, *rest: Any) -> None:
-    from .lora_training import Training
-
-    training, evaluate = Training(options), host.evaluate
-
-    def evaluate_prepared(*args: Any, model: nn.Module, **kwargs: Any) -> Any:
-        training.prepare(model)
-        return evaluate(*args, model=model, **kwargs)
-
-    with patch.multiple(host, evaluate=evaluate_prepared, train=training.train):
-        run(options, *rest)
-    if options.train and not training.was_called:
-        raise ImportError(f"This version of mlx-lm is incompatible. {_INSTALL}")
-    if options.train and options.history and mx.distributed.init().rank() == 0:
-        _plot(Path(options.history))
-
-
-def _plot(history: Path) -> None:
-    from ..plot import plot_history
-
-    picture = history.with_suffix(".png")
-    try:
-        plot_history(history, picture)
-    except ImportError as error:  # not a reason to fail after training
-        print(f"The history was not plotted: {printable(error)}")
-    else:
-        print(f"Saved the history to {history} and its plot to {picture}.")

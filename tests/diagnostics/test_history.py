@@ -122,20 +122,9 @@ def test_second_run_appends_to_the_history_file_and_may_repeat_steps(tmp_path):
     assert [record.loss for record in loaded] == losses
 
 
-def test_history_file_deleted_during_a_run_starts_again_with_a_header(tmp_path):
-    path = tmp_path / "run.csv"
-    history = ScaleHistory(path, every=2)
-    for i in range(6):
-        history.record(GradScaler(8.0))
-        if i == 1:
-            path.unlink()
-    assert [r.step for r in ScaleHistory.load(path).records] == [3, 4, 5, 6]
-    assert path.read_text().startswith("step,scale,applied,grad_norm,loss\n3,8.0,1,")
-
-
 @pytest.mark.parametrize(
     "content",
-    ["my thesis", "1,2.0,yes,,\n", "1,2.0\n", "1,0.0,1,,\n", "inf,2.0,1,,\n", "\0\0\n"],
+    ["my thesis", "1,2.0,yes,,\n", "1,2.0\n", ",2.0,1,,\n", "inf,2.0,1,,\n", "\0\0\n"],
 )
 def test_file_that_is_no_history_is_refused_and_unchanged(tmp_path, content):
     path = tmp_path / "run.csv"

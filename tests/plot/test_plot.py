@@ -1,6 +1,7 @@
 """Pictures show the data they were given, and the command draws a file."""
 
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -46,7 +47,7 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
     labels = [axes.get_ylabel() for axes in figure.axes]
     assert labels == ["loss", "loss scale", "gradient norm"]
     values = [axes.get_lines()[0].get_ydata() for axes in figure.axes]
-    assert [[x for x in each if x == x] for each in values] == [
+    assert [[x for x in each if math.isfinite(x)] for each in values] == [
         [4.0, 2.0, 1.0],
         [16, 15, 14, 14],
         [1.0, 0.5],
@@ -54,17 +55,6 @@ def test_history_plot_has_a_panel_per_column_and_marks_skipped_steps(run):
     for axes in figure.axes:
         assert list(axes.get_lines()[1].get_xdata()) == [2, 3]
     assert {"4 steps, 2 skipped", "skipped step"} <= set(texts(figure))
-
-
-def test_long_history_shows_a_running_mean_that_is_interrupted_by_nan(tmp_path):
-    losses = [math.nan if 300 <= i < 400 else 5.0 + (-1) ** i for i in range(1000)]
-    rows = [f"{i},65536.0,1,,{loss}" for i, loss in enumerate(losses)]
-    axes = plot_history(write_history(tmp_path, rows)).axes[0]
-    raw, mean = axes.get_lines()
-    assert (raw.get_alpha(), mean.get_alpha()) == (0.35, None)
-    values = mean.get_ydata()
-    assert values[100:200] == pytest.approx([5.0] * 100)
-    assert all(math.isnan(x) for x in values[300:400])
 
 
 def test_constant_scale_has_one_tick_per_power(tmp_path):
@@ -107,8 +97,7 @@ def test_headroom_plot_shows_the_limit_and_the_float32_layers():
     text = "0 of 5 layers overflow in float16; 100.0% of parameters stay in float16"
     assert text in texts(plot_headroom(search(largest=4e4)))
     figure = plot_headroom(search(largest=1e5))
-    text = "1 of 5 layers overflow in float16; 100.0% of parameters stay in float16"
-    assert {text, "layers.1", "65504"} <= set(texts(figure))
+    assert {text.replace("0 of", "1 of"), "layers.1", "65504"} <= set(texts(figure))
     (axes,) = figure.axes
     half, full, _ = axes.lines
     assert list(half.get_ydata()) == [0, 2, 3, 4]
@@ -178,16 +167,11 @@ def test_plotting_empty_data_is_an_error_and_writes_no_file(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]
 
 
-def test_plot_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsys):
-    output = str(tmp_path / "a.png")
-    assert main([str(run), "-o", output]) == 0
-    assert main([str(run)]) == 0
-    printed = capsys.readouterr().out.split()
-    assert printed == [output, str(tmp_path / "run.png")]
-    assert all((tmp_path / name).exists() for name in ("a.png", "run.png"))
-
-
-def test_plot_command_reports_missing_and_foreign_files_in_one_line(tmp_path, capsys):
+def test_plot_command_writes_a_file_or_one_line_about_the_error(run, tmp_path, capsys):
+    output, beside = str(tmp_path / "a.png"), str(tmp_path / "run.png")
+    assert [main([str(run), "-o", output]), main([str(run)])] == [0, 0]
+    assert capsys.readouterr().out.split() == [output, beside]
+    assert all(map(os.path.exists, (output, beside)))
     (tmp_path / "other.csv").write_text("a,b\n")
     for name in ("none.csv", "other.csv"):
         assert main([str(tmp_path / name)]) == 1

@@ -17,8 +17,8 @@ from support.distributed_parts import fingerprint  # noqa: E402
 class Kept(lora_training.Training):
     """The training of a command, to be looked at afterwards."""
 
-    def train(self, **arguments):
-        super().train(**arguments)
+    def train(self, train, **arguments):
+        super().train(train, **arguments)
         Kept.last, Kept.model = self, arguments["model"]
 
 

@@ -22,7 +22,7 @@ CHECKPOINT = ROOT / "tests" / "golden" / "convert" / "conv_sgd.pt"
     "arguments",
     [
         ["inspect", str(CHECKPOINT)],
-        *([name, "--help"] for name in dispatcher.COMMANDS if name != "run"),
+        *([name, "--help"] for name in dispatcher.COMMANDS),
         ["--help"],
     ],
     ids=" ".join,
