@@ -7,16 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..torch_checkpoint.disk import atomic_write, hidden_path, sync
-
-__all__ = [
-    "atomic_folder",
-    "atomic_write",
-    "discard",
-    "remove_leftovers",
-    "sync",
-    "temporary_folder",
-]
+from ..torch_checkpoint.disk import atomic_write as atomic_write
+from ..torch_checkpoint.disk import hidden_path, sync
 
 
 @contextmanager
@@ -29,7 +21,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     is_used = target.exists() and any(target.iterdir())
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    with temporary_folder(target.parent) as folder:
+    folder = hidden_path(target.parent)
+    folder.mkdir()
+    try:
         yield folder
         sync(*folder.rglob("*"), folder)
         if is_used:
@@ -40,20 +34,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             if is_used:
                 old.rename(target)
             raise
-        sync(target.parent)
-    if is_used:
-        discard(old)
-
-
-@contextmanager
-def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Create a hidden folder; remove it after the block unless it was renamed."""
-    folder = hidden_path(parent)
-    folder.mkdir()
-    try:
-        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    sync(target.parent)
+    if is_used:
+        discard(old)
 
 
 def discard(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """A restored run continues bit-identically; a mismatch changes nothing."""
 
-import re
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -12,13 +10,13 @@ from support.helpers import OPTIMIZERS, batch, bits, mse
 from support.optimizer_helpers import moments_of
 from support.packed_moments import PackedAdamW, check_resume
 
-import mlx_gradscale
 from mlx_gradscale import (
     LossScaleOptimizer,
     MasterWeightOptimizer,
     restore_checkpoint,
     save_checkpoint,
 )
+from mlx_gradscale.checkpoint import latest_checkpoint
 from mlx_gradscale.core.storage import STORAGES
 
 
@@ -97,7 +95,7 @@ def test_uninitialized_optimizer_can_be_saved_and_restored(tmp_path):
     other = Run(optim.AdamW(1e-2))
     restore_checkpoint(tmp_path / "run", *other.parts)
     assert other.train(0, 3) == expected
-    with pytest.raises(ValueError, match=r"checkpoint has no layers\.0"):
+    with pytest.raises(ValueError, match=r"layers\.0\.bias\.m is missing in"):
         restore_checkpoint(tmp_path / "run", *other.parts)
 
 
@@ -152,7 +150,7 @@ WRONG = {
     "other model": (
         ADAMW,
         changed(ADAMW, lambda model: setattr(model, "other", nn.Linear(2, 2))),
-        r"checkpoint has no other\.bias, other\.weight",
+        r"other\.bias is missing in the checkpoint",
     ),
     "other shape": (
         ADAMW,
@@ -162,7 +160,7 @@ WRONG = {
     "unfrozen": (
         ADAMW,
         changed(ADAMW, lambda model: model.layers[1].unfreeze()),
-        r"checkpoint has no layers\.1\.bias\.m.*freeze",
+        r"layers\.1\.bias\.m is missing in the checkpoint.*freeze",
     ),
     "other dtype": (
         ADAMW,
@@ -247,14 +245,11 @@ def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
 def test_checkpoint_without_an_optimizer_says_how_to_load_its_weights(tmp_path):
     run = started("AdamW", 1)
     save_checkpoint(tmp_path, run.model, optim.Optimizer())
-    with pytest.raises(ValueError, match="saved with Optimizer, ") as caught:
+    with pytest.raises(ValueError, match=r"saved with Optimizer, .*load_weights\("):
         restore_checkpoint(tmp_path, *run.parts)
-    advice = re.search(r"model\.load_weights\(.*\]\)(?=\. Nothing)", str(caught.value))
     model = started("AdamW", 2).model
-    eval(advice[0], {"mlx_gradscale": mlx_gradscale, "model": model, "path": tmp_path})
-    saved = dict(tree_flatten(run.model.parameters()))
-    for name, x in tree_flatten(model.parameters()):
-        assert mx.array_equal(x, saved[name])
+    model.load_weights(str(latest_checkpoint(tmp_path) / "model.safetensors"))
+    assert bits(model.parameters()) == bits(run.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -310,7 +305,7 @@ class TupleState(optim.SGD):
 def test_optimizer_state_with_arrays_in_a_tuple_is_not_saved(tmp_path):
     model, optimizer = nn.Linear(2, 2), TupleState(0.1)
     optimizer.init(model.trainable_parameters())
-    with pytest.raises(TypeError, match=r"'weight\.pair\.0' in a tuple.*Use a list"):
+    with pytest.raises(TypeError, match=r"'weight\.pair\.0' is in a tuple.*Use a list"):
         save_checkpoint(tmp_path / "run", model, optimizer)
 
 

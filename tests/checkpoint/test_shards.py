@@ -6,10 +6,11 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from support.checkpoint_shards import KINDS, Net
+from support.checkpoint_writers import small
 from support.ring import TESTS, mlx_launch, reports
 
-from mlx_gradscale import restore_checkpoint
-from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
+from mlx_gradscale import restore_checkpoint, save_checkpoint
+from mlx_gradscale.checkpoint import latest_checkpoint
 from mlx_gradscale.checkpoint.folder import _read
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -57,9 +58,8 @@ def test_sharded_run_is_not_restored_on_another_number_of_ranks(kind, runs):
 
 def test_mlx_reads_the_shards_of_each_rank(runs):
     save = latest_checkpoint(runs[0] / "fully_shard")
-    first, second = (
-        mx.load(str(save / f"rank-{rank}" / "model.safetensors")) for rank in range(2)
-    )
+    paths = [save / f"rank-{rank}-of-2" / "model.safetensors" for rank in range(2)]
+    first, second = (mx.load(str(path)) for path in paths)
     name = "shard.module.weight"
     assert first[name].shape == second[name].shape == (2, 8)
     assert not mx.array_equal(first[name], second[name])
@@ -77,12 +77,19 @@ def test_failure_on_one_rank_saves_no_shards_on_any(runs):
         assert report["files"] == ["save-000001"]
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[]", b'{"model/safetensors": 1}'])
-def test_damaged_checksums_are_an_error(content, runs, tmp_path):
+def test_save_without_the_shards_of_a_rank_is_not_read(runs, tmp_path):
     shutil.copytree(runs[0] / "sharded=True", tmp_path / "run")
-    (latest_checkpoint(tmp_path / "run") / "checksums.json").write_bytes(content)
-    with pytest.raises(ValueError, match="checksums, so the checkpoint is damaged"):
-        read_checkpoint(tmp_path / "run")
+    shutil.rmtree(latest_checkpoint(tmp_path / "run") / "rank-1-of-2")
+    with pytest.raises(ValueError, match="the shards of 2 ranks, but this run has 1"):
+        _read(tmp_path / "run", 1, 0)
+    with pytest.raises(ValueError, match=r"No such file .*rank-1-of-2"):
+        _read(tmp_path / "run", 2, 1)
+
+
+def test_save_with_shards_is_removed_by_the_next_one(runs, tmp_path):
+    shutil.copytree(runs[0] / "sharded=True", tmp_path / "run")
+    save_checkpoint(tmp_path / "run", *small())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["save-000002"]
 
 
 @pytest.mark.parametrize(("rank", "at"), [(0, 4), (0, 30), (0, 50), (1, 2), (1, 9)])
