@@ -18,7 +18,7 @@ from . import torch_checkpoint
 from .checkpoint import latest_checkpoint
 from .commands import EXPECTED, run_command
 from .files.arrays import open_arrays
-from .files.paths import read_json
+from .files.disk import read_json
 from .files.text import align, dtype_name, plural, printable, shorten
 from .torch_checkpoint import Tensor, plain_value, replace_tensors
 

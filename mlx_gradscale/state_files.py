@@ -12,8 +12,7 @@ import mlx.core as mx
 
 from . import torch_checkpoint
 from .files.arrays import read_arrays, write_arrays
-from .files.atomic import atomic_write
-from .files.paths import open_file
+from .files.disk import atomic_write, open_file
 
 # A scaler's state takes about 300 bytes, so a file that unpacks to more than 1 MB must
 # be something else.

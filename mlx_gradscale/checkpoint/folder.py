@@ -35,11 +35,16 @@ import mlx.core as mx
 
 from ..core.ranks import Group
 from ..distributed import raise_together, share
-from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_folder, discard, remove_leftovers
-from ..files.paths import LONGEST_JSON, open_file, read_json
+from ..files.arrays import decode, encode, read_arrays, write_arrays
+from ..files.disk import (
+    LONGEST_JSON,
+    atomic_folder,
+    discard,
+    open_file,
+    read_json,
+    remove_leftovers,
+)
 from ..files.text import shorten
-from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
 _FILES = (_MODEL, _ARRAYS, _JSON)

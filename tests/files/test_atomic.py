@@ -11,7 +11,7 @@ from support.checkpoint_writers import small
 
 from mlx_gradscale import save_checkpoint
 from mlx_gradscale.files.arrays import write_arrays
-from mlx_gradscale.files.atomic import atomic_folder, atomic_write
+from mlx_gradscale.files.disk import atomic_folder, atomic_write
 
 LEFTOVER = ".mlx_gradscale-0123456789abcdef.tmp"
 WRITERS = {"file": atomic_write, "folder": atomic_folder}

@@ -52,13 +52,6 @@ def small(value=0.0):
     return model, optim.SGD(0.1)
 
 
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def killed(folder):
     """Leave, for each point, a folder in which the fourth save was killed there."""
     points = FaultPoints()

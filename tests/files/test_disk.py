@@ -9,7 +9,7 @@ import pytest
 from mlx_gradscale import GradScaler, float32_layers, torch_checkpoint
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.files.arrays import read_arrays
-from mlx_gradscale.files.paths import check_file, read_json
+from mlx_gradscale.files.disk import check_file, read_json
 from mlx_gradscale.inspect import describe
 
 

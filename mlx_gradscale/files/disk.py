@@ -1,14 +1,48 @@
-"""Write folders atomically: fill a hidden folder, then rename it to the target."""
+"""Read JSON of bounded size, and write folders atomically.
 
+``torch_checkpoint``, which stands alone, has the functions for single files.
+"""
+
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ..torch_checkpoint.disk import atomic_write as atomic_write
 from ..torch_checkpoint.disk import hidden_path, sync
+from ..torch_checkpoint.disk import open_file as open_file
+
+# The worst JSON text of this size takes 0.6 GB when parsed (single-key objects).
+LONGEST_JSON = 2**24
+
+
+def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
+    """Raise if ``path`` exists, unless ``overwrite`` is True."""
+    if os.path.exists(path) and not overwrite:
+        raise FileExistsError(
+            f"{os.fspath(path)} already exists. Pass --overwrite (overwrite=True) to "
+            "replace it."
+        )
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read an untrusted JSON file.
+
+    Raises:
+        ValueError: If the text is not JSON, is too long, or is nested too deeply.
+    """
+    with open(path, "rb", opener=open_file) as file:
+        data = file.read(LONGEST_JSON + 1)
+    try:
+        if len(data) > LONGEST_JSON:
+            raise ValueError(f"the JSON text is longer than {LONGEST_JSON:,} bytes.")
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)} cannot be read: {error}") from error
 
 
 @contextmanager
