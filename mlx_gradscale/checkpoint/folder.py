@@ -11,14 +11,9 @@ If the parameters are sharded, each rank has its own four files, in a subfolder
 ``rank-0-of-2``, ``rank-1-of-2``, ...
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
-a hidden folder, renames it to the next free number, and then removes old checkpoints.
-The newest checkpoint is complete even if a process is killed, and a damaged checkpoint
-does not prevent the next save. A single file could be replaced atomically, but mlx-lm
-could not load its weights.
-
-A save removes a folder only if it contains exactly the files above. A folder of the
-user's own, or a checkpoint with files that the user has added, is never removed; the
-next save takes a higher number.
+a hidden folder, renames it to the next free number, and then removes old checkpoints,
+but only folders that contain exactly the files above. (A single file could be replaced
+atomically, but mlx-lm could not load its weights.)
 """
 
 import json
