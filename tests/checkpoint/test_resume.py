@@ -5,7 +5,15 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.checkpoint_runs import KINDS, SCHEDULE, Run, bfloat16, half, scaler
+from support.checkpoint_runs import (
+    KINDS,
+    SCHEDULE,
+    Run,
+    bfloat16,
+    half,
+    scaler,
+    unfrozen,
+)
 from support.helpers import OPTIMIZERS, bits
 from support.optimizer_helpers import moments_of
 from support.packed_moments import PackedAdamW, check_resume
@@ -115,81 +123,51 @@ def state_of(run):
     return run.fingerprint(), ids
 
 
-ADAMW, WRAPPED = KINDS["AdamW"], KINDS["LossScaleOptimizer"]
-
-
-def start(make=ADAMW, unfreeze=False, **modules):
-    """Return a run whose model has other modules, or no frozen layer."""
-    run = make()
-    for name, module in modules.items():
-        setattr(run.model, name, module)
+def few(bits, unfreeze=False):
+    run = half(optim.SGD(0.1), state_bits=bits)
     if unfreeze:
         run.model.layers[1].unfreeze()
     return run
 
 
-def few(bits):
-    return half(optim.SGD(0.1), state_bits=bits)
+def other_model(**modules):
+    run = KINDS["AdamW"]()
+    for name, module in modules.items():
+        setattr(run.model, name, module)
+    return run
 
 
+OTHERS = {
+    "module": lambda: other_model(other=nn.Linear(2, 2)),
+    "shape": lambda: other_model(norm=nn.BatchNorm(8)),
+    "unfrozen": lambda: Run(optim.AdamW(1e-2), model=unfrozen()),
+    "float16": lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
+    "Adam": lambda: Run(optim.Adam(1e-2)),
+    "betas": lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
+    "wrapped": lambda: Run(half(optim.AdamW(1e-2)).optimizer),
+    "other wrapper": lambda: bfloat16(dtype=mx.float16),
+    "clips at 2": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=2.0),
+} | {f"SGD, {n} bits": lambda n=n: few(n) for n in (32, 16, 8)}
+OTHERS |= {f"unfrozen, {n} bits": lambda n=n: few(n, True) for n in (32, 16, 8)}
 # The saved run, the run that is restored, and the error.
-WRONG = {
-    "other model": (
-        ADAMW,
-        lambda: start(other=nn.Linear(2, 2)),
-        r"other\.bias is missing in the checkpoint",
+WRONG = [
+    ("AdamW", "module", r"other\.bias is missing in the checkpoint"),
+    ("AdamW", "shape", r"norm\.bias is float32 with shape \(16,\) .* shape \(8,\)"),
+    ("AdamW", "unfrozen", r"layers\.1\.bias\.m is missing in the checkpoint.*freeze"),
+    ("AdamW", "float16", "float32 with shape .* float16 with shape"),
+    ("AdamW", "Adam", "saved with AdamW, but the optimizer is Adam"),
+    ("AdamW", "betas", r"betas=\[0.9, 0.999\], but this one has betas=\[0.8, 0.9\]"),
+    ("AdamW", "GradScaler", "Do not pass a scaler"),
+    ("GradScaler", "AdamW", "Pass the scaler too"),
+    ("AdamW", "wrapped", "with AdamW, but .* is LossScaleOptimizer, AdamW"),
+    ("LossScaleOptimizer", "other wrapper", "is MasterWeightOptimizer, AdamW"),
+    ("LossScaleOptimizer", "clips at 2", r"=1\.0, but this one has .*norm=2\.0"),
+    ("SGD, 32 bits", "SGD, 16 bits", "state_bits=32.*state_bits=16"),
+    *(
+        (f"unfrozen, {n} bits", f"SGD, {n} bits", r"contains '.*\.layers\.1\.bias")
+        for n in (32, 16, 8)
     ),
-    "other shape": (
-        ADAMW,
-        lambda: start(norm=nn.BatchNorm(8)),
-        r"norm\.bias is float32 with shape \(16,\) .* shape \(8,\)",
-    ),
-    "unfrozen": (
-        ADAMW,
-        lambda: start(unfreeze=True),
-        r"layers\.1\.bias\.m is missing in the checkpoint.*freeze",
-    ),
-    "other dtype": (
-        ADAMW,
-        lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
-        "float32 with shape .* float16 with shape",
-    ),
-    "other class": (
-        ADAMW,
-        lambda: Run(optim.Adam(1e-2)),
-        "saved with AdamW, but the optimizer is Adam",
-    ),
-    "setting": (
-        ADAMW,
-        lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
-        r"betas=\[0.9, 0.999\], but this one has betas=\[0.8, 0.9\].*restoring",
-    ),
-    "a scaler": (ADAMW, KINDS["GradScaler"], "Do not pass a scaler"),
-    "no scaler": (KINDS["GradScaler"], ADAMW, "Pass the scaler too"),
-    "wrapped": (
-        ADAMW,
-        lambda: Run(WRAPPED().optimizer),
-        "with AdamW, but .* is LossScaleOptimizer, AdamW",
-    ),
-    "other wrapper": (
-        WRAPPED,
-        lambda: bfloat16(dtype=mx.float16),
-        "with LossScaleOptimizer, AdamW, but .* is MasterWeightOptimizer, AdamW",
-    ),
-    "setting of the wrapper": (
-        WRAPPED,
-        lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=2.0),
-        r"=1\.0, but this one has max_grad_norm=2\.0",
-    ),
-    "state bits": (lambda: few(32), lambda: few(16), "state_bits=32.*state_bits=16"),
-} | {
-    f"unfrozen, {bits} bits": (
-        lambda bits=bits: start(lambda: few(bits), unfreeze=True),
-        lambda bits=bits: few(bits),
-        r"contains '.*\.layers\.1\.bias.*, which this optimizer does not have",
-    )
-    for bits in (32, 16, 8)
-}
+]
 
 
 def initialize(run):
@@ -197,12 +175,14 @@ def initialize(run):
     return run
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("saved", "other", "message"), WRONG)
 @pytest.mark.parametrize("prepare", [lambda run: run, initialize])
-def test_error_names_a_mismatch_and_restores_nothing(wrong, prepare, tmp_path):
-    make_saved, make_other, message = WRONG[wrong]
-    save_checkpoint(tmp_path / "run", *initialize(make_saved()).parts)
-    other = prepare(make_other())
+def test_error_names_a_mismatch_and_restores_nothing(
+    saved, other, message, prepare, tmp_path
+):
+    runs = KINDS | OTHERS
+    save_checkpoint(tmp_path / "run", *initialize(runs[saved]()).parts)
+    other = prepare(runs[other]())
     before = state_of(other)
     with pytest.raises(ValueError, match=message) as caught:
         restore_checkpoint(tmp_path / "run", *other.parts)
@@ -261,7 +241,7 @@ def test_wrong_arguments_and_open_iterations_raise_before_anything_is_written(tm
     run.scaler.unscale_(run.optimizer, {"w": run.scaler.scale(mx.ones(2))})
     with pytest.raises(RuntimeError, match="between iterations"):
         save_checkpoint(tmp_path / "run", *run.parts)
-    run = WRAPPED()
+    run = KINDS["LossScaleOptimizer"]()
     with pytest.raises(ValueError, match="has its own scaler"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, scaler())
     with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
