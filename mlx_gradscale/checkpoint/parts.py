@@ -124,6 +124,12 @@ def restore_scaler(scaler: GradScaler | None, saved: dict[str, Any] | None) -> N
 
 def _capture_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the values of an optimizer's state by path."""
+    for (path, box, _), value in walk(optimizer.state):
+        if isinstance(box, tuple) and isinstance(value, mx.array):
+            raise TypeError(
+                f"The optimizer keeps {'.'.join(map(str, path))!r} in a tuple, which "
+                "cannot be restored. Use a list or a dict in its state."
+            )
     state = {path: box[key] for path, (box, key) in _places(optimizer.state).items()}
     if isinstance(optimizer, MasterWeightOptimizer):
         state = {path: x for path, x in state.items() if not path.startswith(_UNSAVED)}
@@ -231,19 +237,12 @@ def find_seed(keys: mx.array, group: Group) -> int:
 
 
 def _places(tree: Any) -> dict[str, Place]:
-    """Return the container and key of each value in a tree, by dotted path."""
-    places = {}
-    for (path, box, key), value in walk(tree):
-        name = ".".join(map(str, path))
-        if isinstance(box, tuple):
-            if isinstance(value, mx.array):
-                raise TypeError(
-                    f"{name!r} is in a tuple, which cannot be restored. Use a list or "
-                    "a dict instead."
-                )
-        elif isinstance(value, _VALUES):
-            places[name] = box, key
-    return places
+    """Return the container and key of each value by path; tuples are constants."""
+    return {
+        ".".join(map(str, path)): (box, key)
+        for (path, box, key), value in walk(tree)
+        if isinstance(value, _VALUES) and not isinstance(box, tuple)
+    }
 
 
 def _replace(

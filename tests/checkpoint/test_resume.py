@@ -259,8 +259,17 @@ class TupleState(optim.SGD):
 def test_optimizer_state_with_arrays_in_a_tuple_is_not_saved(tmp_path):
     model, optimizer = nn.Linear(2, 2), TupleState(0.1)
     optimizer.init(model.trainable_parameters())
-    with pytest.raises(TypeError, match=r"'weight\.pair\.0' is in a tuple.*Use a list"):
+    with pytest.raises(TypeError, match=r"'weight\.pair\.0' in a tuple.*Use a list"):
         save_checkpoint(tmp_path / "run", model, optimizer)
+
+
+def test_tuple_of_arrays_in_a_model_is_a_constant(tmp_path):
+    runs = [Run(optim.SGD(0.1)) for _ in range(2)]
+    for run in runs:
+        run.model.pair = (mx.ones(2), mx.zeros(2))
+    save_checkpoint(tmp_path / "run", *runs[0].parts)
+    restore_checkpoint(tmp_path / "run", *runs[1].parts)
+    assert runs[0].fingerprint() == runs[1].fingerprint()
 
 
 class Late(optim.Optimizer):
