@@ -42,7 +42,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
             raise ValueError(f"the JSON text is longer than {LONGEST_JSON:,} bytes.")
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)} cannot be read: {error}") from error
+        is_deep = isinstance(error, RecursionError)
+        problem = "it is nested too deeply" if is_deep else error
+        raise ValueError(f"{os.fspath(path)} cannot be read: {problem}") from error
 
 
 @contextmanager
