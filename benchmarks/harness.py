@@ -5,8 +5,6 @@ import gc
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -86,10 +84,9 @@ def release_memory() -> None:
 
 def describe_machine() -> dict[str, Any]:
     """Return the device, the number of cores, the system and the installed versions."""
-    metal = mx.metal.is_available()
-    device = mx.device_info()["device_name"] if metal else _processor()
+    kind = "Metal" if mx.metal.is_available() else "CPU"
     found = {
-        "device": f"{device}, {'Metal' if metal else 'CPU'}",
+        "device": f"{mx.device_info().get('device_name', 'unknown')}, {kind}",
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -100,15 +97,3 @@ def describe_machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _processor() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -9,6 +9,7 @@ limit of a step that checks all gradients before it updates a parameter is what 
 plus all gradients, plus the new state of one layer.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -77,9 +78,8 @@ def whole_step(
 def update(name: str, leaf: tuple[int, int] = (500, 500)) -> float:
     """Return the extra bytes per parameter at the peak of an update of 32 leaves."""
     release_memory()
-    shapes = [leaf] * 32
-    step = steps.scaled_step(RUNS[name], RUNS[name].gradients(shapes))
-    return _peak_of(step.run)[1] / steps.parameter_count(shapes)
+    step = steps.scaled_step(RUNS[name], RUNS[name].gradients([leaf] * 32))
+    return _peak_of(step.run)[1] / (32 * math.prod(leaf))
 
 
 def _peak_of(run: Callable[[], None]) -> tuple[int, int]:

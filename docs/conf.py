@@ -85,8 +85,6 @@ SIDEBAR = {
 DEFAULTS = {
     "rule.SMALLEST_SCALE": "2**-64",
     "rule.LARGEST_SCALE": "2**64",
-    "5.421010862427522e-20": "2**-64",
-    "1.8446744073709552e+19": "2**64",
     "<factory>": "...",
 }
 

@@ -13,9 +13,8 @@ import mlx.core as mx
 from .core.finite import arrays
 from .core.ranks import Group, check_group, gather, is_single, list_differences
 from .core.trees import flatten
-from .files.arrays import checksum
+from .files.arrays import checksum, decode, encode
 from .files.text import dtype_name
-from .files.trees import decode, encode
 
 __all__ = ["assert_in_sync", "broadcast", "from_rank_0"]
 

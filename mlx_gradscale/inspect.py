@@ -18,27 +18,18 @@ from . import torch_checkpoint
 from .checkpoint import latest_checkpoint
 from .commands import EXPECTED, run_command
 from .files.arrays import open_arrays
-from .files.paths import read_json
+from .files.disk import read_json
 from .files.text import align, dtype_name, plural, printable, shorten
 from .torch_checkpoint import Tensor, plain_value, replace_tensors
 
-__all__ = ["describe", "main"]
-
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _PLAIN = {type(None), bool, int, float, str, bytes}
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _SHORT_LIST, _MAX_ROWS, _MAX_DEPTH = 8, 20_000, 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``mlx_gradscale inspect``.
-
-    Args:
-        argv (list, optional): The arguments of the command. Default: the arguments of
-            the process.
-
-    Returns:
-        int: The exit code: 0 on success, 1 after an error; see :func:`run_command`.
-    """
+    """Run ``mlx_gradscale inspect`` and return its exit code."""
     return run_command(lambda: _inspect(argv), EXPECTED)
 
 
@@ -55,22 +46,17 @@ def _inspect(argv: Sequence[str] | None) -> None:
     text, errors = describe(parser.parse_args(argv).path)
     print(text)
     if errors:
+        name, why = errors[0]
         number = plural(len(errors), "file")
-        name, why = next(iter(errors.items()))
         raise ValueError(f"{number} could not be read. {name}: {why}")
 
 
-def describe(path: Path | str) -> tuple[str, dict[str, str]]:
-    """Describe the contents of a file or folder as a table.
+def describe(path: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Describe a file, or the files in a folder, as a table.
 
-    Args:
-        path (Path): A PyTorch, safetensors or JSON file, or a folder.
-
-    Returns:
-        tuple: The text, and a dict from each file of a folder that cannot be read to
-        the reason.
+    Also return the name of each file in a folder that cannot be read, and the reason.
     """
-    path, errors = Path(path), dict[str, str]()
+    errors: list[tuple[str, str]] = []
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
     content = _read_folder(path, errors) if is_folder else _read(path)
     sizes: list[int] = []
@@ -78,27 +64,23 @@ def describe(path: Path | str) -> tuple[str, dict[str, str]]:
     rows = [("name", "value"), *islice(_rows(content, ()), _MAX_ROWS + 1)]
     if len(rows) > _MAX_ROWS + 1:
         rows[-1] = ("...", f"only {_MAX_ROWS:,} values are listed")
-    rows += [(name, f"cannot be read: {why}") for name, why in errors.items()]
+    rows += [(name, f"cannot be read: {why}") for name, why in errors]
     numbers = f"{plural(len(sizes), 'tensor')}, {plural(sum(sizes), 'element')}"
     return f"{printable(path)}: {numbers}\n\n{align(rows, left=2)}", errors
 
 
-def _read_folder(path: Path, errors: dict[str, str]) -> dict[str, Any]:
+def _read_folder(path: Path, errors: list[tuple[str, str]]) -> dict[str, Any]:
     """Read the files in a folder or, if it holds checkpoints, in the newest one."""
     folder, found = path, dict[str, Any]()
     with suppress(FileNotFoundError):
         folder = latest_checkpoint(path)
     for file in sorted([*folder.glob("*.*"), *folder.glob("rank-*/*.*")]):
-        name = str(file.relative_to(path))
-        if file.suffix not in _SUFFIXES or file.is_dir():
-            continue
-        if file.is_symlink():
-            found[name] = "symbolic link, not followed"
-            continue
-        try:
-            found[name] = _read(file)
-        except EXPECTED as error:
-            errors[name] = shorten(str(error).removeprefix(f"{file}: "), 400)
+        if file.suffix in _SUFFIXES and not file.is_dir():
+            name = str(file.relative_to(path))
+            try:
+                found[name] = _read(file)
+            except EXPECTED as error:
+                errors.append((name, shorten(str(error), 400)))
     if not found and not errors:
         raise ValueError(f"{path} contains no files of type {', '.join(_SUFFIXES)}.")
     return found
@@ -109,10 +91,7 @@ def _read(path: Path) -> Any:
         return read_json(path)
     if path.suffix == ".safetensors":
         return dict(sorted(open_arrays(path).items()))
-    try:
-        return torch_checkpoint.shapes(path)
-    except torch_checkpoint.CheckpointError as error:
-        raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+    return torch_checkpoint.shapes(path)
 
 
 def _rows(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -137,21 +116,17 @@ def _is_plain(values: Collection[Any]) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, without reading all of a long one."""
     if isinstance(value, (Tensor, mx.array)):
-        name = value.dtype if isinstance(value, Tensor) else dtype_name(value)
-        return f"{name} {'x'.join(map(str, value.shape)) or 'scalar'}"
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        is_short = len(value) <= _SHORT_LIST and _is_plain(value)
-        if value and (isinstance(value, dict) or not is_short):
-            return f"{type(value).__name__} of {len(value)}"
-        kind: Any = type(value)
-        value = kind(_text(x) if isinstance(x, (str, bytes)) else x for x in value)
+        return f"{dtype_name(value)} {'x'.join(map(str, value.shape)) or 'scalar'}"
     if isinstance(value, (bytes, bytearray)):
         return plural(len(value), "byte")
     if isinstance(value, int) and value.bit_length() > 256:
         return f"int of {value.bit_length()} bits"
-    return shorten(str(value[:200] if isinstance(value, str) else value)[:200])
+    if isinstance(value, _CONTAINERS) and value:
+        is_short = len(value) <= _SHORT_LIST and not isinstance(value, dict)
+        if not (is_short and _is_plain(value)):
+            return f"{type(value).__name__} of {len(value)}"
+    return shorten(str(value))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from .diagnostics import ScaleHistory, gradient_histogram
 from .diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP, GradientHistogram
 from .diagnostics.reading import scale_of
 from .diagnostics.rounding import LostUpdates
-from .files.atomic import atomic_write
+from .files.disk import atomic_write
 from .files.text import percent, plural
 from .float32 import Float32Search, Row
 

@@ -5,15 +5,13 @@ import io
 import json
 import os
 import zlib
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from . import torch_checkpoint
 from .files.arrays import read_arrays, write_arrays
-from .files.atomic import atomic_write
-from .files.paths import open_file
+from .files.disk import atomic_write, open_file
 
 # A scaler's state takes about 300 bytes, so a file that unpacks to more than 1 MB must
 # be something else.
@@ -22,36 +20,32 @@ _SUFFIXES = (".json", ".json.gz", ".safetensors", ".pt", ".pt.gz")
 
 
 def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write the state of a scaler to a file, atomically.
-
-    Args:
-        path (str): The file to write, which must end in ``.json``, ``.json.gz``,
-            ``.safetensors``, ``.pt`` or ``.pt.gz``.
-        state (dict): The result of ``GradScaler.state_dict``.
-    """
-    kind, is_packed = _parse_suffix(path)
-    if kind == ".safetensors":
+    """Write the state of a scaler to a file, atomically."""
+    suffix = _find_suffix(path)
+    if suffix == ".safetensors":
         write_arrays(path, {name: mx.array(x) for name, x in state.items()})
         return
     buffer = io.BytesIO((json.dumps(state, indent=2) + "\n").encode())
-    if kind == ".pt":
+    if suffix.startswith(".pt"):
         torch_checkpoint.save(buffer := io.BytesIO(), state)
     data = buffer.getvalue()
     with atomic_write(path) as file:
-        file.write(gzip.compress(data, mtime=0) if is_packed else data)
+        file.write(gzip.compress(data, mtime=0) if suffix.endswith(".gz") else data)
 
 
-def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_state(path: str | os.PathLike[str]) -> Any:
     """Read a scaler state written by :func:`save_state` or ``torch.save``.
 
     Raises:
-        ValueError: If the file has an unknown suffix, cannot be decoded, is too large
-            to be the state of a scaler, or does not contain a dict.
+        ValueError: If the file has an unknown suffix, cannot be decoded, or is too
+            large to be the state of a scaler.
     """
-    kind, is_packed = _parse_suffix(path)
+    suffix = _find_suffix(path)
     with open(path, "rb", opener=open_file) as file:
         try:
-            source: Any = gzip.GzipFile(fileobj=file) if is_packed else file
+            source: Any = file
+            if suffix.endswith(".gz"):
+                source = gzip.GzipFile(fileobj=file)
             data = source.read(_LARGEST + 1)
             if len(data) > _LARGEST:
                 raise ValueError(
@@ -59,27 +53,20 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
                     "PyTorch checkpoint, load its scaler with scaler.load_state_dict("
                     'mlx_gradscale.torch_checkpoint.load(path)["scaler"]).'
                 )
-            if kind == ".safetensors":
-                state = {name: x.item() for name, x in read_arrays(path).items()}
-            else:
-                load: Any = json.loads if kind == ".json" else torch_checkpoint.load
-                state = load(data)
-            if not isinstance(state, dict):
-                raise ValueError(
-                    f"it contains a value of type {type(state).__name__}, not a dict. "
-                    "Save the result of scaler.state_dict()."
-                )
+            if suffix == ".safetensors":
+                return {name: x.item() for name, x in read_arrays(path).items()}
+            if suffix.startswith(".pt"):
+                return torch_checkpoint.load(data)
+            return json.loads(data)
         except (ValueError, RuntimeError, OSError, EOFError, zlib.error) as error:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
-    return state
 
 
-def _parse_suffix(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return the suffix of a path without ``.gz``, and whether it had one."""
-    name = Path(path).name
+def _find_suffix(path: str | os.PathLike[str]) -> str:
+    name = os.path.basename(path)
     for suffix in _SUFFIXES:
         if name.endswith(suffix):
-            return suffix.removesuffix(".gz"), suffix.endswith(".gz")
+            return suffix
     raise ValueError(
         f"{name!r} has an unknown suffix. Use one of {', '.join(_SUFFIXES)}."
     )

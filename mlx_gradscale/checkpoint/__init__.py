@@ -1,8 +1,7 @@
 """Save training runs, and restore them so that they resume bit-identically."""
 
 from .folder import Checkpoint, latest_checkpoint, read_checkpoint
-from .restore import restore_checkpoint
-from .save import save_checkpoint
+from .run import restore_checkpoint, save_checkpoint
 
 __all__ = [
     "Checkpoint",

@@ -7,18 +7,13 @@
         training.json           all other values
         checksums.json          CRC-32 of each of the other files
 
-If the parameters are sharded, each rank has its first three files in a subfolder
-``rank-0``, ``rank-1``, ...
+If the parameters are sharded, each rank has its own four files, in a subfolder
+``rank-0-of-2``, ``rank-1-of-2``, ...
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
-a hidden folder, renames it to the next free number, and then removes old checkpoints.
-The newest checkpoint is complete even if a process is killed, and a damaged checkpoint
-does not prevent the next save. A single file could be replaced atomically, but mlx-lm
-could not load its weights.
-
-A save removes a folder only if it contains exactly the files that ``checksums.json``
-in it lists. A folder of the user's own, or a checkpoint with files that the user has
-added, is never removed; the next save takes a higher number.
+a hidden folder, renames it to the next free number, and then removes old checkpoints,
+but only folders that contain exactly the files above. (A single file could be replaced
+atomically, but mlx-lm could not load its weights.)
 """
 
 import json
@@ -27,7 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +30,16 @@ import mlx.core as mx
 
 from ..core.ranks import Group
 from ..distributed import raise_together, share
-from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import (
-    atomic_write,
+from ..files.arrays import decode, encode, read_arrays, write_arrays
+from ..files.disk import (
+    LONGEST_JSON,
+    atomic_folder,
     discard,
+    open_file,
+    read_json,
     remove_leftovers,
-    sync,
-    temporary_folder,
 )
-from ..files.paths import LONGEST_JSON, open_inside, read_json
-from ..files.text import list_some, shorten
-from ..files.trees import decode, encode
+from ..files.text import shorten
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
 _FILES = (_MODEL, _ARRAYS, _JSON)
@@ -54,9 +48,9 @@ _SAVE = re.compile("save-[0-9]{6,}")
 # How the names of files start that the user has not written: one of macOS's Finder, and
 # temporary files that a save could not remove.
 _LITTER = (".DS_Store", ".mlx_gradscale-")
+# The name of the folder with the shards of a rank.
+_PART = "rank-{}-of-{}"
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
-# The contents of the first three files above.
-Files = tuple[dict[str, mx.array], dict[str, mx.array], bytes]
 
 
 class Checkpoint(NamedTuple):
@@ -94,7 +88,7 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
         >>> latest_checkpoint(folder).name
         'save-000001'
     """
-    saves = _list_saves(Path(path))
+    saves = [save for save in _list_saves(Path(path)) if save.is_dir()]
     if not saves:
         raise FileNotFoundError(f"There is no checkpoint in {os.fspath(path)}.")
     return saves[-1]
@@ -119,56 +113,96 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_on_ranks(path: str | os.PathLike[str], group: Group, call: str) -> Checkpoint:
     """Read a checkpoint on all ranks; only a sharded one on disks that all share."""
-    n_ranks = group.size()
-    found = share(lambda: _read(Path(path), n_ranks), group, call)
+    found = share(lambda: _read(Path(path), group.size()), group, call)
     if isinstance(found, str):
         with raise_together(group, call):
-            found = _read(Path(path) / found, n_ranks, group.rank())
+            found = _read(Path(path) / found, group.size(), group.rank())
     return Checkpoint(*found)
 
 
-def _read(run: Path, n_ranks: int, rank: int | None = None) -> Checkpoint | str:
-    """Read the newest checkpoint, or return its name if this many ranks share it."""
-    saves = _list_saves(run)
-    is_save = not saves and (run / _CHECKSUMS).exists()
-    save = run if is_save else latest_checkpoint(run)
-    try:
-        checksums = read_json(save / _CHECKSUMS, open_inside)
-        n_shards = _count_shards(checksums)
-        if n_shards not in (0, n_ranks):
+def write_on_ranks(
+    path: str | os.PathLike[str],
+    saved: Checkpoint,
+    keep: int,
+    is_sharded: bool,
+    group: Group,
+    call: str,
+) -> None:
+    """Add rank 0's checkpoint to a run or, if it is sharded, the shards of all ranks.
+
+    Then remove all checkpoints but the newest ``keep``. If a rank raises, nothing
+    changes.
+    """
+    values, arrays = saved._asdict(), dict[str, mx.array]()
+    weights, description = values.pop("weights"), values.pop("description")
+    with raise_together(group, call):
+        text = json.dumps(encode(_FORMAT | description | values, arrays)).encode()
+        if len(text) > LONGEST_JSON:
             raise ValueError(
-                f"it has the shards of {n_shards} ranks, but this run has {n_ranks}. "
-                f"Restore it on {n_shards} ranks, or read each rank's files with "
-                "mx.load()."
+                f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass "
+                "long lists to save_checkpoint() as mx.array."
             )
-        if n_shards and rank is None:
-            return "" if is_save else save.name
-        return _read_files(save, name_part(rank if n_shards else None), checksums)
+    part = _PART.format(group.rank(), group.size()) if is_sharded else ""
+    with raise_together(group, call), ExitStack() as stack:
+        new = _add_checkpoint(Path(path), keep)
+        folder = Path(path, share(lambda: stack.enter_context(new).name, group, call))
+        with raise_together(group, call):
+            if is_sharded or group.rank() == 0:
+                (folder / part).mkdir(exist_ok=True)
+                write_arrays(folder / part / _MODEL, weights, {"format": "mlx"})
+                write_arrays(folder / part / _ARRAYS, arrays)
+                (folder / part / _JSON).write_bytes(text)
+                checksums = json.dumps(_compute_checksums(folder / part))
+                (folder / part / _CHECKSUMS).write_text(checksums)
+
+
+@contextmanager
+def _add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
+    """Yield a hidden folder, and make it the newest checkpoint after the block."""
+    if _is_checkpoint(run):
+        raise ValueError(
+            f"{run} is a single checkpoint. Pass the folder of the run, {run.parent}."
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(run)  # a run has one writer at a time
+    last = [Path("save-000000"), *_list_saves(run)][-1]
+    with atomic_folder(run / f"save-{int(last.name[5:]) + 1:06}") as folder:
+        yield folder
+    for old in [save for save in _list_saves(run) if _is_ours(save)][:-keep]:
+        discard(old)
+
+
+def _read(path: Path, n_ranks: int, rank: int | None = None) -> Checkpoint | str:
+    """Read a checkpoint, or return its name if it has shards and ``rank`` is None."""
+    save = path if _is_checkpoint(path) else latest_checkpoint(path)
+    try:
+        part = _find_part(save, rank or 0, n_ranks)
+        if part != save and rank is None:
+            return os.path.relpath(save, path)
+        return _read_files(part)
     except Exception as error:
         if not save.exists():  # removed by a writer that saved a newer one
-            return _read(run, n_ranks, rank)
-        older = [x.name for x in saves if x != save]
-        advice = ""
-        if older:
-            advice = f" To use an older checkpoint, pass its path: {list_some(older)}."
-        text = f"Cannot read {save}: {describe_error(error)}{advice}"
+            return _read(path, n_ranks, rank)
+        text = f"Cannot read {save}: {describe_error(error)} "
+        text += "To restore an older checkpoint, if there is one, pass its path."
         raise ValueError(text) from error
 
 
-def _read_files(save: Path, part: str, checksums: dict[str, int]) -> Checkpoint:
-    """Read the files of a checkpoint, or of one rank's part of it."""
-    for name in _FILES:
-        if _checksum(save / part / name) != checksums[part + name]:
-            raise _damaged()
-    arrays = read_arrays(save / part / _ARRAYS)
-    content = decode(read_json(save / part / _JSON), arrays)
+def _read_files(folder: Path) -> Checkpoint:
+    """Read the files of a checkpoint, or of a rank."""
+    if read_json(folder / _CHECKSUMS) != _compute_checksums(folder):
+        raise ValueError(
+            "its files do not match their checksums, so the checkpoint is damaged."
+        )
+    arrays = read_arrays(folder / _ARRAYS)
+    content = decode(read_json(folder / _JSON), arrays)
     if content | _FORMAT != content:
         raise ValueError(
             "training.json has an unknown format or version. If a newer version of "
             "mlx_gradscale wrote it, upgrade the package."
         )
     optimizer, scaler, extra = map(content.pop, ("optimizer", "scaler", "extra"))
-    weights = read_arrays(save / part / _MODEL)
+    weights = read_arrays(folder / _MODEL)
     return Checkpoint(weights, dict(optimizer), scaler, dict(extra), content)
 
 
@@ -178,109 +212,49 @@ def describe_error(error: Exception) -> str:
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
 
-def encode_checkpoint(saved: Checkpoint) -> Files:
-    """Return the contents of a checkpoint's files; raise if a value is unsupported."""
-    values = saved._asdict()
-    weights, description = values.pop("weights"), values.pop("description")
-    arrays: dict[str, mx.array] = {}
-    text = json.dumps(encode(_FORMAT | description | values, arrays)).encode()
-    if len(text) > LONGEST_JSON:
-        raise ValueError(
-            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Pass long "
-            "lists to save_checkpoint() as mx.array."
-        )
-    return weights, arrays, text
-
-
-@contextmanager
-def add_checkpoint(run: Path, keep: int) -> Iterator[Path]:
-    """Yield a hidden folder, and make it the newest checkpoint after the block.
-
-    Then remove all checkpoints but the newest ``keep``. If the block raises, nothing
-    changes.
-    """
-    if (run / _CHECKSUMS).exists():
-        raise ValueError(
-            f"{run} is a single checkpoint. Pass the folder of the run, {run.parent}."
-        )
-    run.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(run)  # a run has one writer at a time
-    with temporary_folder(run) as folder:
-        yield folder
-        last = ["save-000000", *_list_names(run)][-1]
-        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
-        sync(run)
-    for old in [save for save in _list_saves(run) if _is_ours(save)][:-keep]:
-        discard(old)
-
-
-def name_part(rank: int | None) -> str:
-    """Return how the paths of a rank's files start; None stands for no shards."""
-    return "" if rank is None else f"rank-{rank}/"
-
-
-def write_files(folder: Path, part: str, files: Files) -> dict[str, int]:
-    """Write the files of a checkpoint, or of a rank's part; return their checksums."""
-    (folder / part).mkdir(exist_ok=True)
-    weights, arrays, text = files
-    write_arrays(folder / part / _MODEL, weights, {"format": "mlx"})
-    write_arrays(folder / part / _ARRAYS, arrays)
-    _write(folder / part / _JSON, text)
-    return {part + name: _checksum(folder / part / name) for name in _FILES}
-
-
-def write_checksums(folder: Path, checksums: dict[str, int]) -> None:
-    """Write the checksums of all files of a checkpoint."""
-    _write(folder / _CHECKSUMS, json.dumps(checksums).encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    with atomic_write(path) as file:  # syncs it to disk
-        file.write(data)
-
-
-def _checksum(path: Path) -> int:
-    with (
-        open(path, "rb", opener=open_inside) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        return zlib.crc32(data)
-
-
-def _count_shards(checksums: Any) -> int:
-    """Return how many ranks have a part of a checkpoint, or 0 without shards."""
-    n_shards = 0 if _MODEL in checksums else len(checksums) // 3
-    parts = [*map(name_part, range(n_shards))] or [""]
-    names = {part + name for part in parts for name in _FILES}
-    if not isinstance(checksums, dict) or checksums.keys() != names:
-        raise _damaged()
-    return n_shards
-
-
-def _damaged() -> ValueError:
-    return ValueError(
-        "its files do not match their checksums, so the checkpoint is damaged."
-    )
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether a folder contains a checkpoint, and no files of the user."""
-    try:
-        checksums = read_json(folder / _CHECKSUMS, open_inside)
-        _count_shards(checksums)
-    except (OSError, ValueError, TypeError):
-        return False
-    ours = {_CHECKSUMS, *checksums, *map(os.path.dirname, checksums)}
-    there = [x for x in folder.rglob("*") if not x.name.startswith(_LITTER)]
-    return all(x.relative_to(folder).as_posix() in ours for x in there)
-
-
-def _list_names(run: Path) -> list[str]:
-    names = os.listdir(run) if run.is_dir() else []
-    return sorted(filter(_SAVE.fullmatch, names), key=lambda name: int(name[5:]))
+def _compute_checksums(folder: Path) -> dict[str, int]:
+    checksums = {}
+    for name in _FILES:
+        with (
+            open(folder / name, "rb", opener=open_file) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            checksums[name] = zlib.crc32(data)
+    return checksums
 
 
 def _list_saves(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, ignoring files and links."""
-    paths = [run / name for name in _list_names(run)]
-    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+    """Return everything in a run that has a checkpoint's name, oldest first."""
+    names = filter(_SAVE.fullmatch, os.listdir(run) if run.is_dir() else [])
+    return [run / name for name in sorted(names, key=lambda name: int(name[5:]))]
+
+
+def _list_parts(save: Path) -> list[Path]:
+    """Return the folders with the ranks' shards; without any, the checkpoint itself."""
+    return [*save.glob(_PART.format("*", "*"))] or [save]
+
+
+def _find_part(save: Path, rank: int, n_ranks: int) -> Path:
+    """Return the folder to read on a rank."""
+    part = _list_parts(save)[0]
+    if part == save:
+        return save
+    n_shards = part.name.rpartition("-")[2]
+    if n_shards != str(n_ranks):
+        raise ValueError(
+            f"it has the shards of {n_shards} ranks, but this run has {n_ranks}. "
+            f"Restore it on {n_shards} ranks, or read each rank's files with mx.load()."
+        )
+    return save / _PART.format(rank, n_ranks)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return any((part / _CHECKSUMS).exists() for part in _list_parts(path))
+
+
+def _is_ours(save: Path) -> bool:
+    """Return whether a folder contains a checkpoint, and no files of the user."""
+    parts = _list_parts(save)
+    ours = {part / name for part in parts for name in (*_FILES, _CHECKSUMS)}
+    there = {x for x in save.rglob("*") if not x.name.startswith(_LITTER)}
+    return not save.is_symlink() and {save, *there} == {save, *parts, *ours}

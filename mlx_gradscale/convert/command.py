@@ -15,8 +15,7 @@ from mlx.optimizers import Optimizer
 
 from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import EXPECTED, run_command
-from ..files.atomic import atomic_folder
-from ..files.paths import read_json
+from ..files.disk import atomic_folder, read_json
 from ..files.text import align, printable
 from .files import ConvertError, check_folder, check_target, read_source, write_source
 from .layouts import AXES

@@ -13,8 +13,7 @@ import mlx.core as mx
 
 from ..core.trees import CONTAINERS
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_folder
-from ..files.paths import check_file, read_json
+from ..files.disk import atomic_folder, check_file, read_json
 from ..files.text import list_some
 from ..torch_checkpoint import CheckpointError, Tensor, plain_value, save, shapes
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..files.paths import open_file, read_json
+from ..files.disk import open_file, read_json
 from .files import ConvertError
 from .layouts import Row
 from .rows import Options

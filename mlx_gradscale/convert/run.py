@@ -12,7 +12,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..checkpoint import Checkpoint, read_checkpoint
-from ..checkpoint.save import WRAPPERS, capture, find_scaler
+from ..checkpoint.parts import WRAPPERS, capture, find_scaler
 from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer, MasterWeightOptimizer
 from ..core.scaler import GradScaler

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..files.paths import open_file
+from ..files.disk import open_file
 from .reading import scale_array, scaler_of
 
 

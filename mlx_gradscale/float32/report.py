@@ -5,7 +5,7 @@ import math
 import os
 from dataclasses import dataclass, field
 
-from ..files.atomic import atomic_write
+from ..files.disk import atomic_write
 from ..files.text import align, percent
 from .where import FORMAT, TO
 

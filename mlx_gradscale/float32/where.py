@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..files.paths import read_json
+from ..files.disk import read_json
 
 # Joins paths, as in "layers.3 to norm". Paths do not contain spaces.
 TO = " to "

@@ -7,24 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.checkpoint_writers import FaultPoints, small
-
-from mlx_gradscale import restore_checkpoint, save_checkpoint
+from support.checkpoint_writers import FaultPoints, names, save_steps, step_in
 
 TESTS = Path(__file__).parents[1]
 POINTS = FaultPoints()
 
 
-def restored(folder):
-    """Return the step in a checkpoint whose weights and extra are of one step."""
-    model, optimizer = small(-1)
-    step = restore_checkpoint(folder, model, optimizer)["step"]
-    assert model.weight.tolist() == [[step] * 2] * 2
-    return step
-
-
 def kept(run):
-    return [restored(path) for path in sorted(run.iterdir()) if path.name[0] != "."]
+    return [step_in(run / name) for name in names(run) if name[0] != "."]
 
 
 def test_kill_at_any_point_leaves_whole_checkpoints_and_no_lasting_files(tmp_path):
@@ -38,12 +28,12 @@ def test_kill_at_any_point_leaves_whole_checkpoints_and_no_lasting_files(tmp_pat
     )
     killed = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(killed) > 20
-    newest = [restored(run) for run in killed]
+    newest = [step_in(run) for run in killed]
     assert newest == sorted(newest)  # the old one up to a point, then the new one
     assert {*newest} == {2, 3}
     for run in killed:
         assert kept(run) in ([0, 1, 2], [0, 1, 2, 3], [1, 2, 3])
-        save_checkpoint(run, *small(9), keep=3, step=9)
+        save_steps(run, 9, keep=3)
         assert kept(run)[-1] == 9
         assert len(list(run.iterdir())) == 3
 
@@ -52,40 +42,40 @@ def test_disk_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one(tmp_pa
     def fail():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    save_checkpoint(tmp_path, *small(0), keep=2, step=0)
+    save_steps(tmp_path, 0, keep=2)
     at, outcomes = 0, set()
     while True:
         at += 1
-        before = restored(tmp_path)
+        before = step_in(tmp_path)
         POINTS.start(at, fail)
         try:
-            save_checkpoint(tmp_path, *small(at), keep=2, step=at)
+            save_steps(tmp_path, at, keep=2)
             failed = False
         except OSError as error:
             failed = error.errno == errno.ENOSPC
         finally:
             POINTS.stop()
-        after = restored(tmp_path)
+        after = step_in(tmp_path)
         assert after in ((before, at) if failed else (at,))
         outcomes.add((failed, after == at))
         if POINTS.count < at:
             break
     assert at > 20
     assert (True, False) in outcomes
-    save_checkpoint(tmp_path, *small(at), keep=2, step=at)
+    save_steps(tmp_path, at, keep=2)
     assert kept(tmp_path)[-1] == at
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_reader_finds_a_whole_checkpoint_while_a_writer_replaces_it(tmp_path):
-    save_checkpoint(tmp_path, *small(0), step=0)
+    save_steps(tmp_path, 0)
     at = 0
     while True:
         at += 1
-        newer = functools.partial(save_checkpoint, tmp_path, *small(at), step=at)
+        newer = functools.partial(save_steps, tmp_path, at)
         POINTS.start(at, newer)
         try:
-            step = restored(tmp_path)
+            step = step_in(tmp_path)
         finally:
             POINTS.stop()
         if POINTS.count < at:

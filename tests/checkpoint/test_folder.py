@@ -1,7 +1,9 @@
 """The folder of a run: the newest checkpoints stay, damage is found."""
 
 import contextlib
+import functools
 import json
+import operator
 import os
 import zlib
 from pathlib import Path
@@ -10,37 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from support.checkpoint_runs import KINDS
-from support.checkpoint_writers import small
+from mlx.utils import tree_flatten
+from support.checkpoint_runs import KINDS, Run, half, scaler
+from support.checkpoint_writers import names, save_steps, small, step_in
 from support.helpers import bits
 
-from mlx_gradscale import (
-    GradScaler,
-    LossScaleOptimizer,
-    restore_checkpoint,
-    save_checkpoint,
-)
+from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
 from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
 
-FILES = [
-    "checksums.json",
-    "model.safetensors",
-    "training.json",
-    "training.safetensors",
-]
-
-
-def step_in(folder):
-    return restore_checkpoint(folder, *small())["step"]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def save_steps(run, *steps, keep=1):
-    for step in steps:
-        save_checkpoint(run, *small(step), keep=keep, step=step)
+FILES = ["checksums.json", "model.safetensors", "training.json", "training.safetensors"]
+ALL_FILES = pytest.mark.parametrize("name", FILES)
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
@@ -63,62 +44,43 @@ def test_checkpoint_numbers_beyond_six_digits_sort_numerically(tmp_path):
     assert step_in(tmp_path) == 2
 
 
-def test_single_checkpoint_is_not_mistaken_for_the_folder_of_a_run(tmp_path):
-    save_steps(tmp_path, 0)
-    newest = latest_checkpoint(tmp_path)
+def test_path_that_is_a_single_checkpoint_or_a_file_is_not_saved_to(tmp_path):
+    save_steps(tmp_path / "run", 0)
     with pytest.raises(ValueError, match="is a single checkpoint"):
-        save_steps(newest, 1)
-    assert names(newest) == FILES
-    assert step_in(tmp_path) == 0
+        save_steps(latest_checkpoint(tmp_path / "run"), 1)
+    assert names(tmp_path / "run" / "save-000001") == FILES
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="file"):
+        save_steps(tmp_path / "file", 0)
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
+        step_in(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
-def save_with(name, content=b"mine"):
-    """Return a function that adds a file to a checkpoint, and lists its files."""
-
-    def add(run):
-        save_steps(run, -1)
-        save = latest_checkpoint(run)
-        (save / name).parent.mkdir(exist_ok=True)
-        (save / name).write_bytes(content)
-        return [path for path in save.rglob("*") if path.is_file()]
-
-    return add
-
-
-def foreign_folder(run, checksums='{"notes.txt": 1}'):
-    folder = run / "save-000009"
-    folder.mkdir(parents=True)
-    (folder / "checksums.json").write_text(checksums)
-    return [folder / "checksums.json"]
-
-
-def other_names(run):
-    run.mkdir()
-    for name in ("training.json", "model.safetensors", "save-2", "save-000002"):
-        (run / name).write_text("mine")
-    files = [*run.iterdir()]
-    (run / "save-000004").symlink_to("nowhere")
-    return files
-
-
-THEIRS = [foreign_folder, other_names, save_with("config.json")]
-THEIRS += [save_with("fused/model.safetensors"), save_with("checksums.json", b"[]")]
-
-
-@pytest.mark.parametrize("add", THEIRS)
-def test_save_never_removes_what_no_save_has_written(add, tmp_path):
-    run = tmp_path / "run"
-    theirs = {path: path.read_bytes() for path in add(run)}
-    before = names(run)
-    save_steps(run, 0, 1, 2)
-    assert {path: path.read_bytes() for path in theirs} == theirs
-    assert step_in(run) == 2
-    (new,) = {*names(run)} - {*before}
-    assert new > max(["", *(name for name in before if "save-0" in name)])
+@pytest.mark.parametrize(
+    ("theirs", "left"),
+    [
+        (["save-000001/config.json"], ["save-000001", "save-000003"]),
+        (["save-000001/fused/model.safetensors"], ["save-000001", "save-000003"]),
+        (["save-000009/checksums.json"], ["save-000009", "save-000011"]),
+        (["save-000002", "save-2"], ["save-000002", "save-000004", "save-2"]),
+    ],
+)
+def test_save_never_removes_what_no_save_has_written(theirs, left, tmp_path):
+    save_steps(tmp_path, -1)
+    for name in theirs:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    save_steps(tmp_path, 0, 1)
+    assert names(tmp_path) == left
+    assert {(tmp_path / name).read_text() for name in theirs} == {"mine"}
+    assert step_in(tmp_path) == 1
+    if "save-000001" in left:
+        assert step_in(tmp_path / "save-000001") == -1
 
 
 def test_folder_of_the_user_does_not_hide_that_there_is_no_checkpoint(tmp_path):
-    foreign_folder(tmp_path)
+    (tmp_path / "save-000009").mkdir()
     with pytest.raises(ValueError, match=r"Cannot read .*save-000009"):
         step_in(tmp_path)
 
@@ -130,24 +92,37 @@ def test_files_that_a_file_browser_adds_do_not_keep_a_checkpoint(tmp_path):
     assert names(tmp_path) == ["save-000002"]
 
 
+def test_links_to_files_and_checkpoints_are_read_but_never_removed(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    save_steps(outside, 1)
+    linked = run / "save-000001"
+    linked.mkdir(parents=True)
+    for name in FILES:  # as in the cache of a hub
+        (linked / name).symlink_to(outside / "save-000001" / name)
+    assert step_in(run) == 1
+    save_steps(run, 2, 3)
+    (run / "save-000004").symlink_to(outside / "save-000001")
+    assert step_in(run) == 1
+    (run / "save-000005").symlink_to("nowhere")
+    assert step_in(run) == 1
+    save_steps(run, 4)
+    assert names(run) == ["save-000004", "save-000005", "save-000006"]
+    (tmp_path / "alias").symlink_to(run)
+    assert step_in(tmp_path / "alias") == 4
+    assert step_in(outside) == 1
+
+
 def test_checkpoint_can_be_read_without_a_model(tmp_path):
-    model = nn.Linear(2, 2)
-    model.set_dtype(mx.float16)
-    optimizer = LossScaleOptimizer(optim.AdamW(1e-3), GradScaler(64.0))
-    save_checkpoint(tmp_path, model, optimizer, step=3)
+    run = half(optim.AdamW(1e-3))
+    save_checkpoint(tmp_path, *run.parts, step=3)
     found = read_checkpoint(tmp_path)
-    assert bits(found.weights) == bits(model.parameters())
+    assert bits(found.weights) == bits(dict(tree_flatten(run.model.parameters())))
     assert found.extra == {"step": 3}
-    assert found.scaler["scale"] == 64.0
-    assert bits(found.optimizer["masters.bias"]) == bits(model.bias.astype(mx.float32))
+    assert found.scaler["scale"] == run.optimizer.scaler.get_scale()
+    bias = run.model.layers[0].bias.astype(mx.float32)
+    assert bits(found.optimizer["masters.layers.0.bias"]) == bits(bias)
     classes = [row["class"] for row in found.description["settings"]]
     assert classes == ["LossScaleOptimizer", "AdamW"]
-
-
-def link(file):
-    outside = file.parents[1] / "outside"
-    file.rename(outside)
-    file.symlink_to(outside)
 
 
 def replace_by_pipe(file):
@@ -158,12 +133,11 @@ def replace_by_pipe(file):
 DAMAGES = {
     "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), ""),
     "removed": (Path.unlink, "No such file"),
-    "link": (link, "is a symbolic link"),
     "pipe": (replace_by_pipe, "is not a regular file"),
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@ALL_FILES
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
     name, kind, tmp_path
@@ -172,7 +146,7 @@ def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
     damage, reason = DAMAGES[kind]
     damage(latest_checkpoint(tmp_path) / name)
     model, optimizer = small(7.0)
-    match = f"Cannot read .*{reason}.* older checkpoint, .*: save-000001"
+    match = f"Cannot read .*{reason}.* older checkpoint, .*pass its path"
     with pytest.raises(ValueError, match=match):
         restore_checkpoint(tmp_path, model, optimizer)
     assert model.weight.tolist() == [[7, 7], [7, 7]]
@@ -182,13 +156,12 @@ def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
     assert step_in(tmp_path) == 2
 
 
-@pytest.mark.parametrize("name", FILES)
+@ALL_FILES
 def test_every_flipped_bit_is_an_error(name, tmp_path):
     save_steps(tmp_path, 1)
     file = latest_checkpoint(tmp_path) / name
     data = file.read_bytes()
-    step = max(1, len(data) // 150)
-    for position in range(0, len(data), step):
+    for position in range(0, len(data), max(1, len(data) // 150)):
         flipped = bytearray(data)
         flipped[position] ^= 1 << position % 8
         file.write_bytes(flipped)
@@ -198,120 +171,73 @@ def test_every_flipped_bit_is_an_error(name, tmp_path):
     assert step_in(tmp_path) == 1
 
 
-def test_links_to_checkpoints_are_not_followed_inside_a_run(tmp_path):
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    save_steps(run, 0)
-    save_steps(outside, 1)
-    (run / "save-000002").symlink_to(outside / "save-000001")
-    assert step_in(run) == 0
-    (tmp_path / "alias").symlink_to(run)
-    assert step_in(tmp_path / "alias") == 0  # the user's own link to the run
+class Wide(nn.Sequential):
+    """A quantized layer with adapters, for batches of 8 columns."""
+
+    def __init__(self):
+        lora = pytest.importorskip("mlx_lm.tuner.lora", reason="no mlx-lm")
+        mx.random.seed(4)
+        super().__init__(nn.Linear(64, 64), nn.BatchNorm(64), nn.Linear(64, 1))
+        nn.quantize(self, class_predicate=lambda path, _: path == "layers.0")
+        self.freeze()
+        self.layers[0] = lora.LoRALinear.from_base(self.layers[0], r=4)
+        self.set_dtype(mx.float16)
+
+    def __call__(self, x):
+        return super().__call__(mx.tile(x, (1, 8)))
 
 
-def test_checkpoint_path_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "run").write_text("mine")
-    with pytest.raises(FileExistsError, match="run"):
-        save_steps(tmp_path / "run", 0)
-    with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
-        step_in(tmp_path / "run")
-    assert (tmp_path / "run").read_text() == "mine"
-
-
-def lora():
-    lora = pytest.importorskip("mlx_lm.tuner.lora", reason="mlx-lm is not installed")
-    mx.random.seed(4)
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm(64), nn.Linear(64, 1))
-    model.set_dtype(mx.float16)
-    nn.quantize(model, class_predicate=lambda path, _: path == "layers.0")
-    model.freeze()
-    model.layers[0] = lora.LoRALinear.from_base(model.layers[0], r=4)
-    model.layers[0].lora_a = model.layers[0].lora_a.astype(mx.float16)
-    model.layers[0].lora_b = model.layers[0].lora_b.astype(mx.float16)
-    return model, LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(init_scale=64.0))
-
-
-def adapt(model, optimizer, steps, width=64):
-    def loss_fn(x):
-        return mx.mean(mx.square(model(x).astype(mx.float32) - 1))
-
-    value_and_grad = optimizer.value_and_grad(model, loss_fn)
-    losses = []
-    for i in steps:
-        x = mx.random.normal((4, width), key=mx.random.key(i)).astype(mx.float16)
-        loss, grads = value_and_grad(x)
-        optimizer.update(model, grads)
-        losses.append(loss.item())
-    return losses
+def adapted():
+    optimizer = LossScaleOptimizer(optim.AdamW(1e-2), scaler())
+    return Run(optimizer, dtype=mx.float16, model=Wide())
 
 
 @pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_lora_checkpoint_holds_adapters_and_needs_the_same_base_model(tmp_path):
-    model, optimizer = lora()
-    adapt(model, optimizer, range(3))
-    save_checkpoint(tmp_path / "run", model, optimizer)
+    run = adapted()
+    run.train(0, 3)
+    save_checkpoint(tmp_path / "run", *run.parts)
     adapters = {"layers.0.lora_a", "layers.0.lora_b"}
     statistics = {"layers.1.running_mean", "layers.1.running_var"}
     assert read_checkpoint(tmp_path / "run").weights.keys() == adapters | statistics
-    save_checkpoint(tmp_path / "all", model, optimizer, frozen=True)
-    expected = adapt(model, optimizer, range(3, 6))
+    save_checkpoint(tmp_path / "all", *run.parts, frozen=True)
+    expected = run.train(3, 6)
     for folder in ("run", "all"):
-        other = lora()
-        restore_checkpoint(tmp_path / folder, *other)
-        assert adapt(*other, range(3, 6)) == expected
-        assert bits(other[0].parameters()) == bits(model.parameters())
+        other = adapted()
+        restore_checkpoint(tmp_path / folder, *other.parts)
+        assert other.train(3, 6) == expected
 
-    other = lora()
-    other[0].layers[2].weight = other[0].layers[2].weight + 1
-    before = bits([other[0].parameters(), other[1].state])
+    other = adapted()
+    other.model.layers[2].weight += 1
+    before = other.fingerprint()
     with pytest.raises(ValueError, match=r"frozen parameter layers\.2\.weight is not"):
-        restore_checkpoint(tmp_path / "run", *other)
-    assert bits([other[0].parameters(), other[1].state]) == before
-    restore_checkpoint(tmp_path / "all", *other)
-    assert adapt(*other, range(3, 6)) == expected
-
-
-def rewrite(folder, change):
-    """Edit training.json, with a checksum that matches: not damage but malice."""
-    path, checksums = folder / "training.json", folder / "checksums.json"
-    content = json.loads(path.read_text())
-    new = change(content)
-    path.write_bytes(json.dumps(content).encode() if new is None else new)
-    found = json.loads(checksums.read_text())
-    found["training.json"] = zlib.crc32(path.read_bytes())
-    checksums.write_text(json.dumps(found))
-
-
-def put(*path):
-    *parents, last, value = path
-
-    def change(run):
-        for key in parents:
-            run = run[key]
-        run[last] = value
-
-    return change
+        restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.fingerprint() == before
+    restore_checkpoint(tmp_path / "all", *other.parts)
+    assert other.train(3, 6) == expected
 
 
 LONG = "\x1b[2J" + "x" * 10**6
+# The text itself, or the keys of a value and its replacement.
 HOSTILE = {
-    "no settings": put("settings", None),
-    "a list": lambda run: b"[1]",
-    "another version": lambda run: b'{"format": "mlx_gradscale", "version": 2}',
-    "no content": lambda run: b'{"format": "mlx_gradscale", "version": 1}',
-    "a deep nest": lambda run: b"[" * 10**5,
-    "a long text": lambda run: b" " * 2**24 + b"{}",
-    "long names": put("frozen", LONG, "float32 (2,) 00000000"),
-    "long class": put("settings", 0, "class", LONG),
-    "frozen of no dtype": put("frozen", "layers.0.bias", LONG),
-    "keys of another dtype": put("random", {"array": "optimizer.step"}),
-    "keys of another shape": put("random", {"array": "optimizer.layers.0.weight.m"}),
-    "extra is a number": put("extra", 7),
-    "extra of no array": put("extra", {"step": {"array": "none"}}),
-    "state is a list": put("optimizer", [1]),
-    "number for an array": put("optimizer", "layers.0.weight.m", 1),
-    "scale is text": put("scaler", {"scale": LONG}),
-    "number is text": put("optimizer", "text", "text"),
-    "number is a nest": put("optimizer", "nest", [[1]]),
+    "a list": b"[1]",
+    "another version": b'{"format": "mlx_gradscale", "version": 2}',
+    "no content": b'{"format": "mlx_gradscale", "version": 1}',
+    "a deep nest": b"[" * 10**5,
+    "a long text": b" " * 2**24 + b"{}",
+    "no settings": ("settings", None),
+    "long names": ("frozen", LONG, "float32 (2,) 00000000"),
+    "long class": ("settings", 0, "class", LONG),
+    "frozen of no dtype": ("frozen", "layers.0.bias", LONG),
+    "keys of another shape": ("random", {"array": "optimizer.step"}),
+    "keys of another dtype": ("random", {"array": "optimizer.layers.0.weight.m"}),
+    "extra is a number": ("extra", 7),
+    "extra of no array": ("extra", {"step": {"array": "none"}}),
+    "state is a list": ("optimizer", [1]),
+    "number for an array": ("optimizer", "layers.0.weight.m", 1),
+    "scale is text": ("scaler", {"scale": LONG}),
+    "number is text": ("optimizer", "text", "text"),
+    "number is a nest": ("optimizer", "nest", [[1]]),
 }
 
 
@@ -320,7 +246,18 @@ def test_hostile_checkpoint_text_is_a_short_error_and_changes_nothing(kind, tmp_
     run = KINDS["GradScaler" if "scale" in kind else "AdamW"]()
     run.optimizer.init(run.model.trainable_parameters())
     save_checkpoint(tmp_path, *run.parts, step=1)
-    rewrite(latest_checkpoint(tmp_path), HOSTILE[kind])
+    text, checksums = (
+        latest_checkpoint(tmp_path) / name for name in ("training.json", FILES[0])
+    )
+    content = HOSTILE[kind]
+    if isinstance(content, tuple):
+        *keys, last, value = content
+        saved = json.loads(text.read_text())
+        functools.reduce(operator.getitem, keys, saved)[last] = value
+        content = json.dumps(saved).encode()
+    text.write_bytes(content)
+    found = json.loads(checksums.read_text()) | {text.name: zlib.crc32(content)}
+    checksums.write_text(json.dumps(found))
     before = run.fingerprint()
     with pytest.raises(ValueError, match=r"Cannot re(ad|store)") as caught:
         restore_checkpoint(tmp_path, *run.parts)

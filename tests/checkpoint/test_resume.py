@@ -1,18 +1,23 @@
 """A restored run continues bit-identically; a mismatch changes nothing."""
 
-import re
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.checkpoint_runs import KINDS, SCHEDULE, Run, bfloat16, half, scaler
-from support.helpers import OPTIMIZERS, batch, bits, mse
+from support.checkpoint_runs import (
+    KINDS,
+    SCHEDULE,
+    Run,
+    bfloat16,
+    half,
+    scaler,
+    unfrozen,
+)
+from support.helpers import OPTIMIZERS, bits
 from support.optimizer_helpers import moments_of
 from support.packed_moments import PackedAdamW, check_resume
 
-import mlx_gradscale
 from mlx_gradscale import (
     LossScaleOptimizer,
     MasterWeightOptimizer,
@@ -20,13 +25,6 @@ from mlx_gradscale import (
     save_checkpoint,
 )
 from mlx_gradscale.core.storage import STORAGES
-
-
-def parametrize_kinds(*kinds):
-    marks = {True: [pytest.mark.compiles], False: []}
-    params = [pytest.param(kind, marks=marks["compiled" in kind]) for kind in kinds]
-    return pytest.mark.parametrize("kind", params)
-
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*computes in float32"),  # after a BatchNorm
@@ -40,7 +38,13 @@ def started(kind, steps=6):
     return run
 
 
-@parametrize_kinds(*KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.compiles] * kind.startswith("compiled"))
+        for kind in KINDS
+    ],
+)
 def test_run_restored_in_place_or_into_new_objects_resumes_bit_identically(
     kind, tmp_path
 ):
@@ -64,29 +68,24 @@ def test_run_restored_in_place_or_into_new_objects_resumes_bit_identically(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_every_mlx_optimizer_resumes_bit_identically(name, wrapped, tmp_path):
+    dtype = mx.float16 if wrapped else mx.float32
+
     def start():
         optimizer = OPTIMIZERS[name]()
         optimizer = LossScaleOptimizer(optimizer, scaler()) if wrapped else optimizer
         # Not one output: MLX on a CPU rounds products with a (1, n) weight differently
         # from run to run, because the strides of that axis depend on timing.
         model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 2))
-        model.set_dtype(mx.float16 if wrapped else mx.float32)
-        return model, optimizer
+        model.set_dtype(dtype)
+        return Run(optimizer, dtype=dtype, model=model)
 
-    def step(model, optimizer):
-        loss_fn = optimizer.scale_loss(mse(model), model) if wrapped else mse(model)
-        x, y = batch(0, 4, mx.float16 if wrapped else mx.float32)
-        optimizer.update(model, nn.value_and_grad(model, loss_fn)(x, y)[1])
-
-    model, optimizer = start()
-    step(model, optimizer)
-    save_checkpoint(tmp_path / "run", model, optimizer)
+    run = start()
+    run.train(0, 1)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(1, 2)
     other = start()
-    restore_checkpoint(tmp_path / "run", *other)
-    for parts in ((model, optimizer), other):
-        step(*parts)
-    assert bits(model.parameters()) == bits(other[0].parameters())
-    assert bits(optimizer.state) == bits(other[1].state)
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(1, 2) == expected
 
 
 def test_uninitialized_optimizer_can_be_saved_and_restored(tmp_path):
@@ -97,7 +96,7 @@ def test_uninitialized_optimizer_can_be_saved_and_restored(tmp_path):
     other = Run(optim.AdamW(1e-2))
     restore_checkpoint(tmp_path / "run", *other.parts)
     assert other.train(0, 3) == expected
-    with pytest.raises(ValueError, match=r"checkpoint has no layers\.0"):
+    with pytest.raises(ValueError, match=r"layers\.0\.bias\.m is missing in"):
         restore_checkpoint(tmp_path / "run", *other.parts)
 
 
@@ -123,98 +122,51 @@ def state_of(run):
     return run.fingerprint(), ids
 
 
-def changed(make, change):
-    def make_changed():
-        run = make()
-        change(run.model)
-        return run
-
-    return make_changed
+def few(bits, unfreeze=False):
+    run = half(optim.SGD(0.1), state_bits=bits)
+    if unfreeze:
+        run.model.layers[1].unfreeze()
+    return run
 
 
-class Clipping(optim.SGD):
-    """Has a setting of its own with the name of a setting of the wrapper."""
-
-    max_grad_norm = None
-
-    def __init__(self):
-        super().__init__(0.1)
-        self.max_grad_norm = 1.0
+def other_model(**modules):
+    run = KINDS["AdamW"]()
+    for name, module in modules.items():
+        setattr(run.model, name, module)
+    return run
 
 
-ADAMW, WRAPPED = KINDS["AdamW"], KINDS["LossScaleOptimizer"]
-HALF = {
-    bits: lambda bits=bits: half(optim.SGD(0.1), state_bits=bits)
-    for bits in (32, 16, 8)
-}
+OTHERS = {
+    "module": lambda: other_model(other=nn.Linear(2, 2)),
+    "shape": lambda: other_model(norm=nn.BatchNorm(8)),
+    "unfrozen": lambda: Run(optim.AdamW(1e-2), model=unfrozen()),
+    "float16": lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
+    "Adam": lambda: Run(optim.Adam(1e-2)),
+    "betas": lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
+    "wrapped": lambda: Run(half(optim.AdamW(1e-2)).optimizer),
+    "other wrapper": lambda: bfloat16(dtype=mx.float16),
+    "clips at 2": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=2.0),
+} | {f"SGD, {n} bits": lambda n=n: few(n) for n in (32, 16, 8)}
+OTHERS |= {f"unfrozen, {n} bits": lambda n=n: few(n, True) for n in (32, 16, 8)}
 # The saved run, the run that is restored, and the error.
-WRONG = {
-    "other model": (
-        ADAMW,
-        changed(ADAMW, lambda model: setattr(model, "other", nn.Linear(2, 2))),
-        r"checkpoint has no other\.bias, other\.weight",
+WRONG = [
+    ("AdamW", "module", r"other\.bias is missing in the checkpoint"),
+    ("AdamW", "shape", r"norm\.bias is float32 with shape \(16,\) .* shape \(8,\)"),
+    ("AdamW", "unfrozen", r"layers\.1\.bias\.m is missing in the checkpoint.*freeze"),
+    ("AdamW", "float16", "float32 with shape .* float16 with shape"),
+    ("AdamW", "Adam", "saved with AdamW, but the optimizer is Adam"),
+    ("AdamW", "betas", r"betas=\[0.9, 0.999\], but this one has betas=\[0.8, 0.9\]"),
+    ("AdamW", "GradScaler", "Do not pass a scaler"),
+    ("GradScaler", "AdamW", "Pass the scaler too"),
+    ("AdamW", "wrapped", "with AdamW, but .* is LossScaleOptimizer, AdamW"),
+    ("LossScaleOptimizer", "other wrapper", "is MasterWeightOptimizer, AdamW"),
+    ("LossScaleOptimizer", "clips at 2", r"=1\.0, but this one has .*norm=2\.0"),
+    ("SGD, 32 bits", "SGD, 16 bits", "state_bits=32.*state_bits=16"),
+    *(
+        (f"unfrozen, {n} bits", f"SGD, {n} bits", r"contains '.*\.layers\.1\.bias")
+        for n in (32, 16, 8)
     ),
-    "other shape": (
-        ADAMW,
-        changed(ADAMW, lambda model: setattr(model.layers[2], "bias", mx.zeros(2))),
-        r"layers\.2\..* is float32 with shape \(1,.* shape \(2,",
-    ),
-    "unfrozen": (
-        ADAMW,
-        changed(ADAMW, lambda model: model.layers[1].unfreeze()),
-        r"checkpoint has no layers\.1\.bias\.m.*freeze",
-    ),
-    "other dtype": (
-        ADAMW,
-        lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
-        "float32 with shape .* float16 with shape",
-    ),
-    "other class": (
-        ADAMW,
-        lambda: Run(optim.Adam(1e-2)),
-        "saved with AdamW, but the optimizer is Adam",
-    ),
-    "setting": (
-        ADAMW,
-        lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
-        r"betas=\[0.9, 0.999\], but this one has betas=\[0.8, 0.9\].*restoring",
-    ),
-    "a scaler": (ADAMW, KINDS["GradScaler"], "Do not pass a scaler"),
-    "no scaler": (KINDS["GradScaler"], ADAMW, "Pass the scaler too"),
-    "wrapped": (
-        ADAMW,
-        lambda: Run(half(optim.AdamW(1e-2)).optimizer),
-        "with AdamW, but .* is LossScaleOptimizer, AdamW",
-    ),
-    "other wrapper": (
-        WRAPPED,
-        lambda: bfloat16(dtype=mx.float16),
-        "with LossScaleOptimizer, AdamW, but .* is MasterWeightOptimizer, AdamW",
-    ),
-    "setting of the wrapper": (
-        WRAPPED,
-        lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=2.0),
-        r"=1\.0, but this one has max_grad_norm=2\.0",
-    ),
-    "setting of the wrapper, not of its optimizer": (
-        lambda: half(Clipping(), max_grad_norm=5.0),
-        lambda: half(Clipping()),
-        r"max_grad_norm=5\.0, but this one has max_grad_norm=None",
-    ),
-    "state bits": (
-        lambda: half(optim.AdamW(1e-2), state_bits=32),
-        lambda: half(optim.AdamW(1e-2), state_bits=16),
-        r"state_bits=32.*state_bits=16",
-    ),
-    **{
-        f"frozen, {state_bits} bits": (
-            changed(make, lambda model: model.layers[1].unfreeze()),
-            make,
-            r"contains '.*\.layers\.1\.bias.*, which this optimizer does not have",
-        )
-        for state_bits, make in HALF.items()
-    },
-}
+]
 
 
 def initialize(run):
@@ -222,12 +174,14 @@ def initialize(run):
     return run
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("saved", "other", "message"), WRONG)
 @pytest.mark.parametrize("prepare", [lambda run: run, initialize])
-def test_error_names_a_mismatch_and_restores_nothing(wrong, prepare, tmp_path):
-    make_saved, make_other, message = WRONG[wrong]
-    save_checkpoint(tmp_path / "run", *initialize(make_saved()).parts)
-    other = prepare(make_other())
+def test_error_names_a_mismatch_and_restores_nothing(
+    saved, other, message, prepare, tmp_path
+):
+    runs = KINDS | OTHERS
+    save_checkpoint(tmp_path / "run", *initialize(runs[saved]()).parts)
+    other = prepare(runs[other]())
     before = state_of(other)
     with pytest.raises(ValueError, match=message) as caught:
         restore_checkpoint(tmp_path / "run", *other.parts)
@@ -247,14 +201,11 @@ def test_warning_about_a_missing_schedule_points_to_the_call(tmp_path):
 def test_checkpoint_without_an_optimizer_says_how_to_load_its_weights(tmp_path):
     run = started("AdamW", 1)
     save_checkpoint(tmp_path, run.model, optim.Optimizer())
-    with pytest.raises(ValueError, match="saved with Optimizer, ") as caught:
+    with pytest.raises(ValueError, match=r"saved with Optimizer, .*load_weights\("):
         restore_checkpoint(tmp_path, *run.parts)
-    advice = re.search(r"model\.load_weights\(.*\]\)(?=\. Nothing)", str(caught.value))
     model = started("AdamW", 2).model
-    eval(advice[0], {"mlx_gradscale": mlx_gradscale, "model": model, "path": tmp_path})
-    saved = dict(tree_flatten(run.model.parameters()))
-    for name, x in tree_flatten(model.parameters()):
-        assert mx.array_equal(x, saved[name])
+    model.load_weights(str(tmp_path / "save-000001" / "model.safetensors"))
+    assert bits(model.parameters()) == bits(run.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -279,20 +230,17 @@ def test_diverged_run_does_not_replace_a_good_checkpoint(place, state_bits, tmp_
     assert mx.isfinite(layer.weight).all().item()
 
 
-def test_saving_within_an_iteration_is_refused(tmp_path):
-    run = KINDS["GradScaler"]()
-    run.scaler.unscale_(run.optimizer, {"w": run.scaler.scale(mx.ones(2))})
-    with pytest.raises(RuntimeError, match="between iterations"):
-        save_checkpoint(tmp_path / "run", *run.parts)
-
-
-def test_wrong_checkpoint_arguments_raise_before_anything_is_written(tmp_path):
+def test_wrong_arguments_and_open_iterations_raise_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
     with pytest.raises(AttributeError, match=r"'AdamW' .* no attribute 'parameters'"):
         save_checkpoint(tmp_path / "run", run.optimizer, run.model)
     with pytest.raises(TypeError, match=r"must be a GradScaler, got 5\. .* step=5"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
-    run = WRAPPED()
+    run = KINDS["GradScaler"]()
+    run.scaler.unscale_(run.optimizer, {"w": run.scaler.scale(mx.ones(2))})
+    with pytest.raises(RuntimeError, match="between iterations"):
+        save_checkpoint(tmp_path / "run", *run.parts)
+    run = KINDS["LossScaleOptimizer"]()
     with pytest.raises(ValueError, match="has its own scaler"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, scaler())
     with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
@@ -312,6 +260,15 @@ def test_optimizer_state_with_arrays_in_a_tuple_is_not_saved(tmp_path):
     optimizer.init(model.trainable_parameters())
     with pytest.raises(TypeError, match=r"'weight\.pair\.0' in a tuple.*Use a list"):
         save_checkpoint(tmp_path / "run", model, optimizer)
+
+
+def test_tuple_of_arrays_in_a_model_is_a_constant(tmp_path):
+    runs = [Run(optim.SGD(0.1)) for _ in range(2)]
+    for run in runs:
+        run.model.pair = (mx.ones(2), mx.zeros(2))
+    save_checkpoint(tmp_path / "run", *runs[0].parts)
+    restore_checkpoint(tmp_path / "run", *runs[1].parts)
+    assert runs[0].fingerprint() == runs[1].fingerprint()
 
 
 class Late(optim.Optimizer):

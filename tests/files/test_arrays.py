@@ -44,16 +44,6 @@ def test_shapes_are_read_without_the_data(tmp_path):
     assert mx.get_peak_memory() - before < 1000
 
 
-@pytest.mark.parametrize(
-    "made",
-    [{"__metadata__": mx.zeros(1)}, {"x": mx.zeros(1, mx.float64, stream=mx.cpu)}],
-)
-def test_arrays_that_mlx_cannot_write_are_an_error(made, tmp_path):
-    with pytest.raises(ValueError, match=r"Cast float64 arrays.*__metadata__"):
-        write_arrays(tmp_path / "a", made)
-    assert not list(tmp_path.iterdir())
-
-
 def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
     return {"shape": shape, "dtype": dtype, "data_offsets": offsets}
 

@@ -43,7 +43,7 @@ def test_truncated_or_foreign_file_changes_nothing(tmp_path, suffix, content):
         content = path.read_bytes()[:-9]
     path.write_bytes(content)
     scaler = GradScaler()
-    with pytest.raises(ValueError, match="scaler"):
+    with pytest.raises((ValueError, TypeError), match=r"[sS]caler"):
         scaler.load(path)
     assert scaler.state_dict() == GradScaler().state_dict()
 

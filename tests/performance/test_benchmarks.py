@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from benchmarks import chart, harness, steps
+from benchmarks import harness, steps
 from benchmarks.__main__ import main
 from benchmarks.steps import CASES
 
@@ -49,12 +49,10 @@ def test_benchmarks_command_prints_and_writes_the_requested_tables(
     tmp_path, capsys, monkeypatch
 ):
     rows = [{"case": "AdamW", "parameters": "8 M", "ratio": 1.2}]
-    from benchmarks import optimizer_phase
-
-    monkeypatch.setattr(optimizer_phase, "measure", lambda quick: rows)
+    monkeypatch.setattr(steps, "measure", lambda quick: rows)
     file = tmp_path / "results.json"
-    assert main(["--quick", "optimizer_phase", "--json", str(file)]) == 0
-    assert json.loads(file.read_text())["tables"] == {"optimizer_phase": rows}
+    assert main(["--quick", "steps", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["tables"] == {"steps": rows}
     assert "AdamW  8 M           1.2" in capsys.readouterr().out
 
 
@@ -64,29 +62,18 @@ def test_benchmarks_command_refuses_an_unknown_benchmark(capsys):
     assert "'speed' is not a benchmark" in capsys.readouterr().err
 
 
-def test_benchmark_chart_is_written_as_svg(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        {"case": case, "parameters": size, "ratio": 1.2}
-        for case in ("a", "b")
-        for size in ("8 M", "256 M")
-    ]
-    chart.draw(rows, tmp_path / "chart.svg", "a machine")
-    assert (tmp_path / "chart.svg").stat().st_size > 1000
-
-
 FIRST_STEP = """
 import sys, mlx.core as mx
 from benchmarks import steps
-gradients = {str(i): {"weight": mx.ones(64)} for i in range(16)}
-getattr(steps, sys.argv[1])(gradients).run()
+step = getattr(steps, sys.argv[1])(steps.Case(), [mx.ones(64)] * 16)
+step.run()
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX keeps kernels elsewhere.")
 def test_first_step_builds_at_most_four_more_kernels_than_a_bare_step(tmp_path):
     built = []
-    for name in ("bare_tree_step", "scaled_tree_step"):
+    for name in ("bare_step", "scaled_step"):
         folder = tmp_path / name
         folder.mkdir()
         command = [sys.executable, "-c", FIRST_STEP, name]

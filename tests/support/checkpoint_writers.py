@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from mlx_gradscale import save_checkpoint
+from mlx_gradscale import restore_checkpoint, save_checkpoint
 
 # Everything that a save asks of the disk, but for reads and writes of open files.
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir")
@@ -52,11 +52,21 @@ def small(value=0.0):
     return model, optim.SGD(0.1)
 
 
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
+def save_steps(run, *steps, keep=1):
+    for step in steps:
+        save_checkpoint(run, *small(step), keep=keep, step=step)
+
+
+def step_in(folder):
+    """Return the step in a checkpoint whose weights and extra are of one step."""
+    model, optimizer = small(-9)
+    step = restore_checkpoint(folder, model, optimizer)["step"]
+    assert model.weight.tolist() == [[step] * 2] * 2
+    return step
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def killed(folder):
@@ -70,10 +80,9 @@ def killed(folder):
         # nothing is computed here.
         child = os.fork()
         if child == 0:
-            for step in range(3):
-                save_checkpoint(run, *small(step), keep=3, step=step)
+            save_steps(run, 0, 1, 2, keep=3)
             points.start(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            save_checkpoint(run, *small(3), keep=3, step=3)
+            save_steps(run, 3, keep=3)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status == 0:
