@@ -30,7 +30,6 @@ from .optimizers import (
     split,
 )
 from .ranks import Ranks
-from .storage import STORAGES, Masters
 from .trees import (
     FLOATING,
     Leaf,
@@ -53,13 +52,12 @@ class Participant(NamedTuple):
 
     optimizer: Optimizer
     ranks: Ranks
-    # Without master weights, moments are float32.
-    masters: Masters | None = None
-    storage: Storage = STORAGES[32]
+    storage: Storage = Storage()
+    # The state of a wrapper, which has master weights; None without a wrapper.
+    state: dict[str, Any] | None = None
+    clips: bool = False
     # Whether the gradients should come from a scaled loss; it only decides a warning.
     scales_loss: bool = True
-    # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
-    norms: dict[str, Any] | None = None
 
 
 class Inputs(NamedTuple):
@@ -85,7 +83,7 @@ def inspect(
     ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one. A
     gradient that was non-finite then may have been clipped since.
     """
-    ranks, masters, norms = participant.ranks, participant.masters, participant.norms
+    _, ranks, storage, state, clips, _ = participant
     casts_first = fusion.casts_first()
     # The check reads lazy gradients as the backward pass left them, others as they are.
     sources: ByPath = {}
@@ -105,25 +103,25 @@ def inspect(
         if not FLOATING.issuperset((parameter.dtype, gradient.dtype)):
             continue
         parameters[path] = parameter
-        stored[path] = masters.stored(path, parameter) if masters else {}
+        stored[path] = storage.get(state, path, parameter) if state else {}
         if path in others:
             unscaled[path] = gradient
         elif casts_first and sources[path].dtype in HALF:
             unscaled[path] = fusion.end_kernel(gradient)
         else:
             scaled[path] = sources[path]
-    if norms is None:
+    if state is None or not clips:
         found = list(sources.values()), inverse, list(others.values())
         applied = all_finite_times(*found)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(sources, inverse, others)
-        clip = mx.minimum(norms["max_grad_norm"] / (norm + 1e-6), 1.0)
+        clip = mx.minimum(state["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
     if were_finite is not None:  # on this rank, before averaging
         applied = ranks.agree(applied & were_finite)
-    elif norms is None and not ranks.decide_alike:
+    elif not clips and not ranks.decide_alike:
         applied = ranks.agree(applied)
     return Inputs(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
 
@@ -212,8 +210,9 @@ def plan(
     third-party optimizer changes its own state.
     """
     writes: Writes = []
-    if participant.norms is not None:
-        writes.append((participant.norms, "grad_norm", inputs.norm))
+    state = participant.state
+    if state is not None and participant.clips:
+        writes.append((state, "grad_norm", inputs.norm))
     new: dict[str, tuple[mx.array, Stored]] = {}
     if inputs.parameters:
         applied = None if is_builtin(participant.optimizer) else read(inputs.applied)
@@ -225,7 +224,7 @@ def plan(
     for path, (parameter, stored) in new.items():
         parameters[path] = parameter
         for name, x in stored.items():
-            writes.append((participant.masters.state[name], path, x))  # type: ignore[union-attr]
+            writes.append((state[name], path, x))  # type: ignore[index]
     return parameters, writes
 
 

@@ -78,6 +78,38 @@ class Storage:
     # The dtypes by which bits_of() recognizes this kind.
     dtypes: tuple[mx.Dtype, ...] = ()
 
+    def has(self, state: Mapping[str, Any], path: str) -> bool:
+        """Return whether a wrapper's state has a master weight for a parameter."""
+        return path in state[self.names[0]]
+
+    def put(
+        self, state: Mapping[str, Any], path: str, master: mx.array, weight: mx.array
+    ) -> None:
+        """Store a master weight; ``weight`` is its rounded value."""
+        for name, x in self.split(master, weight).items():
+            state[name][path] = x
+
+    def get(self, state: Mapping[str, Any], path: str, weight: mx.array) -> Stored:
+        """Return what stores a master weight, or raise; {} for float32 weights."""
+        if weight.dtype not in HALF:
+            return {}
+        if path not in state[self.names[0]]:
+            raise ValueError(
+                f"{path!r} has no master weight, because it was frozen, missing or not "
+                "in half precision when the optimizer was initialized. Call "
+                "optimizer.init(model.trainable_parameters()) again; existing state is "
+                "kept."
+            )
+        stored = {name: state[name][path] for name in self.names}
+        was = stored[self.names[0]].shape
+        if was != weight.shape:
+            raise ValueError(
+                f"{path!r} has shape {weight.shape}, but had shape {was} when the "
+                "optimizer was initialized. Create a new optimizer for the changed "
+                "model."
+            )
+        return stored
+
     def split(self, master: mx.array, weight: mx.array) -> Stored:
         """Return the arrays that store the master weight of a weight."""
         return {"masters": master.astype(mx.float32), "written": half_bits(weight)}

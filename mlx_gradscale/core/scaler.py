@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from functools import reduce
 from itertools import repeat
 from operator import attrgetter
@@ -145,15 +146,11 @@ class GradScaler:
         self._ranks = Ranks(group)
         self._mode: str | None = None
         self._state = _State()
-        self._begin()
-        self._fill(rule.DEFAULTS | values)
-
-    def _begin(self) -> None:
-        """Create the attributes that are neither copied nor pickled."""
-        self._backward = Backward(self._state)
         self._stages = self._state.stages
+        self._backward = Backward(self._state)
         self._skip_watch = SkipWatch()
         self._noted = _Noted()
+        self._fill(rule.DEFAULTS | values)
 
     def _fill(self, values: dict[str, Any]) -> None:
         self._replace({name: rule.as_array(name, x) for name, x in values.items()})
@@ -490,7 +487,7 @@ class GradScaler:
         is_scaled = self._mode is not None or not self._expects_scaling
         if mx.float16 in dtypes and not (is_scaled and participant.scales_loss):
             self._backward.warn_once("unscaled float16")
-        if participant.masters is None and not dtypes.isdisjoint(HALF):
+        if participant.state is None and not dtypes.isdisjoint(HALF):
             self._backward.warn_once("no master weights")
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -646,14 +643,11 @@ class GradScaler:
                 "A GradScaler can only be copied or pickled between iterations. Call "
                 f"update() first. {_START_AFRESH}"
             )
-        left_out = ("_backward", "_stages", "_skip_watch", "_noted")
-        kept = {k: x for k, x in vars(self).items() if k not in left_out}
-        return kept | {"_state": rule.read(self._state)}
+        # Both may hold placeholders of mx.compile, which cannot be copied.
+        return vars(self) | {"_skip_watch": SkipWatch(), "_noted": _Noted()}
 
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        vars(self).update(pickled, _state=_State())
-        self._begin()
-        self._fill(pickled["_state"])
+    def __copy__(self) -> "GradScaler":
+        return deepcopy(self)
 
 
 @mx.compile

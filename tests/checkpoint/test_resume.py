@@ -19,7 +19,7 @@ from mlx_gradscale import (
     restore_checkpoint,
     save_checkpoint,
 )
-from mlx_gradscale.core.storage import STORAGES
+from mlx_gradscale.core.state import STORAGES
 
 
 def parametrize_kinds(*kinds):
