@@ -280,14 +280,9 @@ def _run(
     ``paths``, ``values`` and ``scheduled`` have an entry for each single optimizer.
     """
     inputs = Inputs(*inputs)  # mx.compile passes a plain tuple
-    unscale = _unscaler(inputs, all(len(own) == 1 for own in moments.values()))
+    gradients = inputs.scaled | inputs.unscaled
+    factors = _factors(inputs, all(len(own) == 1 for own in moments.values()))
     done: list[mx.array] = []
-
-    def wait(x: Any) -> Any:
-        # MLX evaluates breadth first. If parameters did not wait for each other, the
-        # new arrays of many of them would be in memory beside the old ones.
-        return mx.depends(x, done) if done and isinstance(x, mx.array) else x
-
     # A parameter and its moments share a flag, so that their kernel reads only one.
     flags = fusion.each_use(inputs.applied)
     dithers = [fusion.each_use(x) for x in storage.dither(values[0]["step"] + 1)]
@@ -299,20 +294,17 @@ def _run(
         given = {key: _alias(x) for key, x in old.items()}
         with advance(part, given | at_this_step):
             for path in own:
-                gradient = unscale(path, wait)
+                stored, own_moments = inputs.stored[path], moments[path]
+                arrays = gradients[path], inputs.parameters[path], stored, own_moments
+                gradient, *before = fusion.after(done, arrays)
+                gradient = _multiply(gradient, factors[path])
                 if not is_builtin(part):
                     # If the step is skipped: an SVD, for example, may raise on NaN.
                     gradient = mx.where(inputs.applied, gradient, 0)
+                flag, dither = next(flags), tuple(map(next, dithers))
                 try:
                     weight, stored, changed[path] = update_parameter(
-                        part,
-                        storage,
-                        next(flags),
-                        tuple(map(next, dithers)),
-                        gradient,
-                        wait(inputs.parameters[path]),
-                        tree_map(wait, inputs.stored[path]),
-                        tree_map(wait, moments[path]),
+                        part, storage, flag, dither, gradient, *before
                     )
                 except (KeyError, IndexError, ValueError) as error:
                     raise _failure(path, error) from error
@@ -344,9 +336,10 @@ def _step_on_host(
         path: _alias(storage.join(parameter, inputs.stored[path]).master)
         for path, parameter in inputs.parameters.items()
     }
-    unscale = _unscaler(inputs)
+    given, factors = inputs.scaled | inputs.unscaled, _factors(inputs, False)
     full = tree_of(masters, gradients)
-    unscaled = tree_of({path: unscale(path) for path in inputs.parameters}, gradients)
+    unscaled = {path: _multiply(given[path], factors[path]) for path in given}
+    unscaled = tree_of(unscaled, gradients)
     new = {}
     try:
         # Step each optimizer separately and join by path: tree_merge in
@@ -375,27 +368,20 @@ def _failure(path: str, error: Exception) -> ValueError:
     )
 
 
-def _unscaler(inputs: Inputs, has_one_moment: bool = False) -> Callable[..., mx.array]:
-    """Return a function that unscales and clips the gradient of a path, in float32.
-
-    The function's second argument is applied to the gradient before it is unscaled.
-    """
+def _factors(inputs: Inputs, has_one_moment: bool) -> dict[str, mx.array | None]:
+    """Return what unscales and clips the gradient of each path, or None."""
     inverse, clip = inputs.inverse, inputs.clip
-    factor = inverse * clip if inverse is not None and clip is not None else inverse
-    factors = [
-        None if each is None else fusion.factors(each, has_one_moment)
-        for each in (factor, clip)
-    ]
+    both = inverse * clip if inverse is not None and clip is not None else inverse
+    found: dict[str, mx.array | None] = {}
+    for gradients, factor in ((inputs.scaled, both), (inputs.unscaled, clip)):
+        factors = fusion.factors(factor, has_one_moment)
+        found.update(zip(gradients, factors, strict=False))
+    return found
 
-    def unscale(
-        path: str, before: Callable[[mx.array], mx.array] = lambda x: x
-    ) -> mx.array:
-        is_unscaled = path in inputs.unscaled
-        given = inputs.unscaled if is_unscaled else inputs.scaled
-        g = to_float32(before(given[path]))
-        each = factors[is_unscaled]
-        if each is None:
-            return g
-        return g * mx.broadcast_to(next(each), g.shape).astype(mx.float32)
 
-    return unscale
+def _multiply(gradient: mx.array, factor: mx.array | None) -> mx.array:
+    """Multiply a gradient by a factor, in float32."""
+    g = to_float32(gradient)
+    if factor is None:
+        return g
+    return g * mx.broadcast_to(factor, g.shape).astype(mx.float32)

@@ -176,7 +176,7 @@ class MasterWeightOptimizer(Optimizer):
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``gradients``.
         """
-        return self._scaler._apply(self, gradients, parameters, is_last=True)
+        return self._scaler._step(self, gradients, parameters, is_last=True)
 
     def _participant(self, scaler: GradScaler) -> Participant:
         """Describe this optimizer to its scaler; raise if it has another one."""

@@ -4,11 +4,11 @@ No other file in the core uses private attributes of the optimizers that it step
 MLX renames one, tests/core/test_structure.py fails.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 import numpy as np
@@ -169,25 +169,15 @@ def overrides_apply_gradients(optimizer: Optimizer) -> bool:
     return method is not Optimizer.apply_gradients
 
 
-class _LastStep(NamedTuple):
-    """The settings of an optimizer's last step, and the function compiled for them."""
-
-    settings: Any
-    # True if they differ from the previous step's, or this is the first step.
-    is_changed: bool
-    compiled: Callable[..., Any] | None
-    # Weak: nothing here may keep an optimizer, or a model in its closures, alive.
-    optimizer: Any
-
-
-# By the id of the optimizer, because one that defines equality is unhashable.
-_last_steps: dict[int, _LastStep] = {}
+# The settings of the last step of each optimizer, whether they differed from those of
+# the step before, and the function compiled for them.
+_last_steps: WeakKeyDictionary[Optimizer, tuple[Any, bool, Any]] = WeakKeyDictionary()
 
 
 def autocompiled(
     run: Callable[..., Any], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return ``run`` for an optimizer, compiled if its settings allow it.
+    """Return ``run`` for one of MLX's optimizers, compiled if its settings allow it.
 
     The function is compiled from the first step on: a compiled step may round
     differently, and a resumed run must be bit-identical to an uninterrupted one. It is
@@ -198,16 +188,15 @@ def autocompiled(
     settings = fingerprint(optimizer, structure)
     if settings is None:
         return partial(run, optimizer)
-    last = _last_steps.get(id(optimizer))
-    is_changed = last is None or last.settings != settings
-    compiled = None if last is None or is_changed else last.compiled
-    keeps_changing = last is not None and last.is_changed and is_changed
-    if compiled is None and not keeps_changing:
-        owner = weakref.ref(optimizer)
-        compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
-    if last is None or last.is_changed or is_changed:
-        own = weakref.ref(optimizer, partial(_last_steps.pop, id(optimizer)))
-        _last_steps[id(optimizer)] = _LastStep(settings, is_changed, compiled, own)
+    old, was_changed, compiled = _last_steps.get(optimizer, (None, False, None))
+    is_changed = settings != old
+    if is_changed or compiled is None:
+        compiled = None
+        if not (is_changed and was_changed):
+            # Weak, because the cache must not keep the optimizer alive.
+            owner = ref(optimizer)
+            compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
+    _last_steps[optimizer] = settings, is_changed, compiled
     return compiled or partial(run, optimizer)
 
 

@@ -130,11 +130,14 @@ def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
     return mx.clip(mx.array(float(number)), state["min_scale"], state["max_scale"])
 
 
-def as_array(name: str, value: Any) -> mx.array:
-    """Convert the value of a field to a 0-d array."""
-    dtype = FIELDS[name][0]
-    # MLX does not accept Python ints of 64 bits or more.
-    return mx.array(float(value) if dtype == mx.float32 else value, dtype)
+def as_arrays(values: dict[str, Any]) -> dict[str, mx.array]:
+    """Convert the values of fields to 0-d arrays."""
+    arrays = {}
+    for name, x in values.items():
+        dtype = FIELDS[name][0]
+        # MLX does not accept Python ints of 64 bits or more.
+        arrays[name] = mx.array(float(x) if dtype == mx.float32 else x, dtype)
+    return arrays
 
 
 def read(state: dict[str, mx.array]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``GradScaler``: PyTorch's loss scaler for MLX, without host syncs."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from functools import reduce
@@ -150,10 +150,7 @@ class GradScaler:
         self._backward = Backward(self._state)
         self._skip_watch = SkipWatch()
         self._noted = _Noted()
-        self._fill(rule.DEFAULTS | values)
-
-    def _fill(self, values: dict[str, Any]) -> None:
-        self._replace({name: rule.as_array(name, x) for name, x in values.items()})
+        self._replace(rule.as_arrays(rule.DEFAULTS | values))
 
     def _replace(self, fields: dict[str, mx.array]) -> None:
         """Replace the arrays of the state, unless the scaler is disabled."""
@@ -385,7 +382,7 @@ class GradScaler:
             >>> scaler.step(optimizer, model, grads)
             array(False, dtype=bool)
         """
-        return self._step(optimizer, model, grads, is_last=False)
+        return self._step_model(optimizer, model, grads, is_last=False)
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Like :meth:`step`, but take and return a tree of parameters.
@@ -393,11 +390,11 @@ class GradScaler:
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``grads``.
         """
-        return self._apply(optimizer, grads, parameters, is_last=False)
+        return self._step(optimizer, grads, parameters, is_last=False)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
-        return self._step(optimizer, model, grads, is_last=True)
+        return self._step_model(optimizer, model, grads, is_last=True)
 
     def _participant(self, optimizer: Any) -> Participant:
         if is_wrapper(optimizer):
@@ -406,42 +403,32 @@ class GradScaler:
         check_supported(optimizer)
         return Participant(optimizer, self._ranks)
 
-    def _step(
+    def _step_model(
         self, optimizer: Any, model: nn.Module, grads: Any, is_last: bool
     ) -> mx.array:
-        """Update a model and, if ``is_last``, the scale."""
         _check_model(model, "apply_gradients()")
-        if not self._enabled and not is_wrapper(optimizer):
-            optimizer.update(model, grads)
-            return self._state["last_step_applied"]
-        leaves, new, writes = self._plan(optimizer, grads, model, is_last)
-        for leaf in leaves:
-            if leaf.path in new:
-                writes.append((leaf.container, leaf.key, new[leaf.path]))
-        commit(writes)
-        if is_last:
-            self._end_iteration()
+        self._step(optimizer, grads, model, is_last, in_place=True)
         return self._state["last_step_applied"]
 
-    def _apply(self, optimizer: Any, grads: Any, parameters: Any, is_last: bool) -> Any:
-        """Return a tree of new parameters and, if ``is_last``, update the scale."""
-        if not self._enabled and not is_wrapper(optimizer):
-            return optimizer.apply_gradients(grads, parameters)
-        leaves, new, writes = self._plan(optimizer, grads, parameters, is_last)
-        commit(writes)
-        if is_last:
-            self._end_iteration()
-        return tree_of({x.path: x.parameter for x in leaves} | new, grads)
+    def _step(
+        self,
+        optimizer: Any,
+        grads: Any,
+        parameters: Any,
+        is_last: bool,
+        in_place: bool = False,
+    ) -> Any:
+        """Update parameters, in a new tree or in place, and the scale if ``is_last``.
 
-    def _plan(
-        self, optimizer: Any, grads: Any, parameters: Any, is_last: bool
-    ) -> tuple[list[Leaf], dict[str, mx.array], Writes]:
-        """Plan a step and, if ``is_last``, an update of the scale.
-
-        Return the gradients with their parameters, the new parameters by path, and the
-        writes to the state of the optimizer and the scaler.
+        Nothing is written before the commit, except that an optimizer without state is
+        initialized.
         """
+        if not self._enabled and not is_wrapper(optimizer):
+            if in_place:
+                return optimizer.update(parameters, grads)
+            return optimizer.apply_gradients(grads, parameters)
         participant = self._participant(optimizer)
+        storage, ranks = participant.storage, participant.ranks
         stage = self._stages.get(id(optimizer))
         if stage and stage.finite is None:
             raise RuntimeError(
@@ -450,16 +437,13 @@ class GradScaler:
                 f"call update() in the same function. {_START_AFRESH}"
             )
         leaves = match(grads, parameters)
-        if self._mode == _SCALED and not stage and leaves:
-            scaled = [leaf.gradient for leaf in leaves]
-            unscaled = unscale(scaled, self._inverse(optimizer))
-            pairs = zip(leaves, unscaled, strict=True)
-            leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
-        is_alone = participant.ranks.is_single
-        if is_alone and not has_floating(map(attrgetter("gradient"), leaves)):
+        if ranks.is_single and not has_floating(x.gradient for x in leaves):
             raise ValueError(
                 "No floating-point parameter has a gradient. Unfreeze some parameters."
             )
+        if self._mode == _SCALED and not stage:
+            scaled = [x.gradient for x in leaves]
+            leaves = _replaced(leaves, unscale(scaled, self._inverse(optimizer)))
         if self._enabled:
             self._warn_about(leaves, participant)
         if needs_init(optimizer) or needs_init(participant.optimizer):
@@ -467,19 +451,27 @@ class GradScaler:
             if is_wrapper(optimizer):
                 optimizer.init(trained)
             else:
-                initialize(optimizer, trained, participant.storage)
-        if participant.ranks.average:
-            averaged = participant.ranks.averaged({x.path: x.gradient for x in leaves})
-            leaves = [x._replace(gradient=averaged[x.path]) for x in leaves]
+                initialize(optimizer, trained, storage)
+        if ranks.average:
+            averaged = ranks.averaged({x.path: x.gradient for x in leaves})
+            leaves = _replaced(leaves, averaged.values())
         inputs = inspect(leaves, participant, stage.finite if stage else None)
         if not self._enabled:
             inputs = inputs._replace(applied=mx.array(True))
         new, writes = plan(participant, grads, inputs)
         if self._enabled:
             writes += self._advance(optimizer, inputs.applied, is_last)
-            done = _Stage(optimizer, participant.ranks, finite=None)
+            done = _Stage(optimizer, ranks, finite=None)
             writes.append((self._stages, id(optimizer), done))
-        return leaves, new, writes
+        if in_place:
+            for leaf in leaves:
+                if leaf.path in new:
+                    writes.append((leaf.container, leaf.key, new[leaf.path]))
+        commit(writes)
+        if is_last:
+            self._end_iteration()
+        if not in_place:
+            return tree_of({x.path: x.parameter for x in leaves} | new, grads)
 
     def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
         """Warn about gradients that may have underflowed, and updates that are lost."""
@@ -580,7 +572,7 @@ class GradScaler:
 
     def _set(self, name: str, value: Any) -> None:
         rule.check(rule.read(self._state) | {name: value})
-        self._state[name] = rule.as_array(name, value)
+        self._state |= rule.as_arrays({name: value})
 
     @property
     def skipped_steps(self) -> mx.array:
@@ -619,7 +611,8 @@ class GradScaler:
         ignored. A disabled scaler ignores the state.
         """
         if self._enabled:
-            self._fill(rule.from_state_dict(state_dict, rule.read(self._state)))
+            values = rule.from_state_dict(state_dict, rule.read(self._state))
+            self._replace(rule.as_arrays(values))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to a single file, atomically.
@@ -664,6 +657,11 @@ def _advanced(
         finite = reduce(mx.logical_and, unstepped, has_no_skips)
         changed |= rule.next_scale(state, finite)
     return root_of(changed)
+
+
+def _replaced(leaves: list[Leaf], gradients: Iterable[mx.array]) -> list[Leaf]:
+    pairs = zip(leaves, gradients, strict=True)
+    return [leaf._replace(gradient=x) for leaf, x in pairs]
 
 
 def _check_model(model: Any, instead: str) -> None:

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from .eight_bit import EightBit
 from .masters import Storage
 from .optimizers import is_builtin, single_optimizers
-from .scale import DEFAULTS, TORCH_KEYS, as_array
+from .scale import DEFAULTS, TORCH_KEYS, as_arrays
 from .sixteen_bit import SixteenBit
 from .trees import CONTAINERS, commit, dtype_name, slots
 
@@ -93,12 +93,10 @@ def parse(saved: Any, state: State) -> tuple[Loaded, Loaded]:
     for path, x in loaded.items() if is_builtin(state.owner) else ():
         if not isinstance(x, mx.array):
             raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
-    own, fields = {}, {}
-    for name, default in DEFAULTS.items():
-        path = f"scaler.{name}"
-        own[path], fields[path] = state["scaler"][name], loaded.pop(path, None)
-        if fields[path] is None and name not in TORCH_KEYS.values():
-            fields[path] = as_array(name, default)
+    optional = {k: x for k, x in DEFAULTS.items() if k not in TORCH_KEYS.values()}
+    fields = {f"scaler.{name}": x for name, x in as_arrays(optional).items()}
+    fields |= {p: loaded.pop(p) for p in [*loaded] if p.startswith("scaler.")}
+    own = {f"scaler.{name}": x for name, x in state["scaler"].items()}
     if problem := _find_difference(own, fields):
         raise ValueError(problem)
     return loaded, {path.removeprefix("scaler."): x for path, x in fields.items()}
