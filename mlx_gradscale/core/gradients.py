@@ -40,22 +40,15 @@ class Backward:
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
         self._has_seen_loss = False
-        self.is_dynamic = True
+        # Whether the scale is another than 1, or may become so.
+        self.scales = True
         self.warn_once = WarnOnce()
 
     def value_and_grad(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        casting: Casting,
-        is_enabled: bool,
+        self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
-        is_cast = casting.compute_dtype is not None
-        if not is_enabled and not is_cast:
-            plain: Callable[..., Any] = nn.value_and_grad(model, loss_fn)
-            return plain
-        is_checked = is_cast  # then all inputs have the compute dtype
+        """Like ``nn.value_and_grad``, with casts and loss scaling."""
+        is_checked = casting.compute_dtype is not None  # then, all inputs are cast
         watch = UpdateWatch()
 
         @wraps(loss_fn)
@@ -64,10 +57,9 @@ class Backward:
             if not is_checked:
                 check_dtypes(model, args, self.warn_once)
                 is_checked = True
-            scale = self._state["scale"] if is_enabled else mx.array(1.0)
-            own = model.trainable_parameters()
+            scale, own = self._state["scale"], model.trainable_parameters()
             parameters = leaves(own)
-            cast = casting.cast_parameters(model, own)
+            cast = leaves(casting.cast_parameters(model, own))
 
             def forward(*stand_ins: mx.array) -> Any:
                 model.update(tree_like(own, map(alias_of, stand_ins, parameters)))
@@ -76,23 +68,14 @@ class Backward:
                 return outputs
 
             with forward_pass([model], parameters, casting) as end_forward:
-                outputs, gradients = self._vjp(forward, leaves(cast), scale)
-            if is_enabled:
-                watch.look(scale, parameters, self.warn_once)
-                gradients = unscale(gradients, 1.0 / scale)
-            else:
-                pairs = zip(gradients, parameters, strict=True)
-                gradients = [g.astype(x.dtype) for g, x in pairs]
-            return outputs, tree_like(own, gradients)
+                outputs, scaled = self._vjp(forward, cast, scale)
+            watch.look(scale, parameters, self.warn_once)
+            return outputs, tree_like(own, unscale(scaled, 1.0 / scale))
 
         return value_and_grad_fn
 
     def scale_loss(
-        self,
-        loss_fn: Callable[..., Any],
-        model: Any,
-        casting: Casting,
-        is_enabled: bool,
+        self, loss_fn: Callable[..., Any], model: Any, casting: Casting
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
 
@@ -103,7 +86,7 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            scale = self._state["scale"]
             flat = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
             models = [x for _, x in flat if isinstance(x, nn.Module)]
             own = [x.trainable_parameters() for x in models]
@@ -166,7 +149,7 @@ class Backward:
 
     def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
         self._has_seen_loss = True  # so that the scale is read only once
-        check_loss(loss, scale, self.is_dynamic, self.warn_once)
+        check_loss(loss, scale, self.scales, self.warn_once)
 
 
 def _refuse(*_: Any) -> NoReturn:

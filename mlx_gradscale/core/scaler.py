@@ -143,6 +143,8 @@ class GradScaler:
         }
         rule.check(values, "init_scale")
         self._enabled = bool(enabled)
+        if not enabled:
+            values |= {"scale": 1.0, "dynamic": False}
         self._ranks = Ranks(group)
         self._mode: str | None = None
         self._state = _State()
@@ -160,11 +162,9 @@ class GradScaler:
         with suppress(RuntimeError, ValueError):  # inside mx.compile
             # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
             mx.eval(self._state)
-        # Inside mx.compile, nothing is known but that the scale may change.
+        # Inside mx.compile, nothing is known, and the scale may change.
         is_dynamic = read(self._state["dynamic"]) is not False
-        self._backward.is_dynamic = is_dynamic
-        # Whether to warn about float16 gradients that were not scaled.
-        self._expects_scaling = is_dynamic or read(self._state["scale"]) != 1
+        self._backward.scales = is_dynamic or read(self._state["scale"]) != 1
 
     @property
     def state(self) -> dict[str, mx.array]:
@@ -222,9 +222,13 @@ class GradScaler:
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
         check_loss_fn(loss_fn)
-        if self._enabled:
-            self._set_mode(_UNSCALED)
-        return self._backward.value_and_grad(model, loss_fn, casting, self._enabled)
+        if not self._enabled:
+            passed_through: Callable[..., Any] = nn.value_and_grad(
+                model, self._scale_loss(loss_fn, model, casting)
+            )
+            return passed_through
+        self._set_mode(_UNSCALED)
+        return self._backward.value_and_grad(model, loss_fn, casting)
 
     def scale_loss(
         self,
@@ -262,11 +266,16 @@ class GradScaler:
         casting = Casting(compute_dtype)
         casting.check()
         check_loss_fn(loss_fn)
-        if not self._enabled and compute_dtype is None:
-            return loss_fn
+        return self._scale_loss(loss_fn, model, casting)
+
+    def _scale_loss(
+        self, loss_fn: Callable[..., Any], model: Any, casting: Casting
+    ) -> Callable[..., Any]:
         if self._enabled:
             self._set_mode(_UNSCALED)
-        return self._backward.scale_loss(loss_fn, model, casting, self._enabled)
+        elif casting.compute_dtype is None:
+            return loss_fn
+        return self._backward.scale_loss(loss_fn, model, casting)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply each array of a tree, usually the loss, by the scale in float32.
@@ -476,7 +485,7 @@ class GradScaler:
     def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
         """Warn about gradients that may have underflowed, and updates that are lost."""
         dtypes = set(map(attrgetter("parameter.dtype"), leaves))
-        is_scaled = self._mode is not None or not self._expects_scaling
+        is_scaled = self._mode is not None or not self._backward.scales
         if mx.float16 in dtypes and not (is_scaled and participant.scales_loss):
             self._backward.warn_once("unscaled float16")
         if participant.state is None and not dtypes.isdisjoint(HALF):
@@ -537,7 +546,7 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """Return the scale, read from the device, or 1.0 if the scaler is disabled."""
-        return float(self._get("scale")) if self._enabled else 1.0
+        return float(self._get("scale"))
 
     def is_enabled(self) -> bool:
         """Return whether the scaler scales losses and skips steps."""
