@@ -214,23 +214,13 @@ class _Outside:
         return outer
 
 
-class _Answer(threading.local):
-    is_run = False
-
-
-_answer = _Answer()
+_asked = threading.local()
 
 
 @mx.compile
 def _ask(x: mx.array) -> mx.array:
-    _answer.is_run = True
+    _asked.is_run = True
     return x
-
-
-def _runs(x: mx.array) -> bool:
-    _answer.is_run = False
-    _ask(x[(0,) * x.ndim])
-    return _answer.is_run
 
 
 def is_traced(x: Any) -> bool:
@@ -242,7 +232,12 @@ def is_traced(x: Any) -> bool:
         return False
     # MLX runs the Python code of a compiled function again for each tracer, and
     # otherwise only for the first array of a dtype.
-    return not x.size or (_runs(x) and _runs(x))
+    for _ in range(2 if x.size else 0):
+        _asked.is_run = False
+        _ask(x[(0,) * x.ndim])
+        if not _asked.is_run:
+            return False
+    return True
 
 
 def check_loss_fn(loss_fn: Any) -> None:

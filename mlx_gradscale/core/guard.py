@@ -60,18 +60,25 @@ class Participant(NamedTuple):
     scales_loss: bool = True
 
 
-class Inputs(NamedTuple):
-    """The arrays that a step reads, by parameter path, and whether to apply it."""
+class Row(NamedTuple):
+    """What a step reads for one parameter, besides its moments."""
 
-    # The update kernel multiplies the scaled gradients by ``inverse``.
-    scaled: ByPath
-    unscaled: ByPath
-    parameters: ByPath
-    stored: dict[str, Stored]
+    gradient: mx.array
+    # Whether the gradient is as the backward pass left it.
+    is_scaled: bool
+    parameter: mx.array
+    stored: Stored
+
+
+class Inputs(NamedTuple):
+    """What a step reads: a row for each parameter by path, and scalars."""
+
+    rows: dict[str, Row]
+    # What unscales a gradient. The norm, and the factor that clips it, if there is one.
     inverse: mx.array | None
-    # The factor that clips the norm, and the norm; None without clipping.
-    clip: mx.array | None
     norm: mx.array | None
+    clip: mx.array | None
+    # Whether to apply the step.
     applied: mx.array
 
 
@@ -86,44 +93,41 @@ def inspect(
     _, ranks, storage, state, clips, _ = participant
     casts_first = fusion.casts_first()
     # The check reads lazy gradients as the backward pass left them, others as they are.
-    sources: ByPath = {}
+    scaled: ByPath = {}
     others: ByPath = {}
-    scaled, unscaled, parameters, stored = {}, {}, {}, {}
+    rows = {}
     inverse = clip = norm = None
     for path, _, _, parameter, gradient in leaves:
         source = gradient.source if isinstance(gradient, LazyGradient) else None
         if source is not None and inverse is None:
             inverse = source[1]
-        if source is not None and source[1] is inverse:
-            sources[path] = source[0]
+        is_scaled = source is not None and source[1] is inverse
+        if source is not None and is_scaled:
+            scaled[path] = source[0]
         else:
             others[path] = gradient
         # Never step integer parameters, even if clipping by hand has made their
         # gradients floating-point.
-        if not FLOATING.issuperset((parameter.dtype, gradient.dtype)):
-            continue
-        parameters[path] = parameter
-        stored[path] = storage.get(state, path, parameter) if state else {}
-        if path in others:
-            unscaled[path] = gradient
-        elif casts_first and sources[path].dtype in HALF:
-            unscaled[path] = fusion.end_kernel(gradient)
-        else:
-            scaled[path] = sources[path]
+        if FLOATING.issuperset((parameter.dtype, gradient.dtype)):
+            stored = storage.get(state, path, parameter) if state else {}
+            if is_scaled and casts_first and scaled[path].dtype in HALF:
+                gradient, is_scaled = fusion.end_kernel(gradient), False
+            given = scaled[path] if is_scaled else gradient
+            rows[path] = Row(given, is_scaled, parameter, stored)
     if state is None or not clips:
-        found = list(sources.values()), inverse, list(others.values())
+        found = [*scaled.values()], inverse, [*others.values()]
         applied = all_finite_times(*found)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
-        norm = ranks.norm(sources, inverse, others)
+        norm = ranks.norm(scaled, inverse, others)
         clip = mx.minimum(state["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
     if were_finite is not None:  # on this rank, before averaging
         applied = ranks.agree(applied & were_finite)
     elif not clips and not ranks.decide_alike:
         applied = ranks.agree(applied)
-    return Inputs(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
+    return Inputs(rows, inverse, norm, clip, applied)
 
 
 def update_parameter(
@@ -214,7 +218,7 @@ def plan(
     if state is not None and participant.clips:
         writes.append((state, "grad_norm", inputs.norm))
     new: dict[str, tuple[mx.array, Stored]] = {}
-    if inputs.parameters:
+    if inputs.rows:
         applied = None if is_builtin(participant.optimizer) else read(inputs.applied)
         if applied is None:  # one of MLX's own optimizers, or inside mx.compile
             new = _step_on_device(participant, gradients, inputs, writes)
@@ -239,7 +243,7 @@ def _step_on_device(
     for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
         paths.append([])
         for path, place in places.items():
-            if path in inputs.parameters:
+            if path in inputs.rows:
                 paths[-1].append(path)
                 try:
                     moments[path] = get_at(place, part.state)
@@ -251,7 +255,7 @@ def _step_on_device(
     if is_builtin(optimizer):
         # Arrays are passed by position, so another order needs a new trace.
         order: list[Any] = [list(map(itemgetter(0), found)), list(map(list, values))]
-        order += [paths, list(inputs.scaled), list(inputs.unscaled)]
+        order += [paths, list(inputs.rows)]
         run = autocompiled(run, optimizer, (order, participant.storage))
     else:
         run = partial(run, optimizer)
@@ -279,9 +283,8 @@ def _run(
 
     ``paths``, ``values`` and ``scheduled`` have an entry for each single optimizer.
     """
-    inputs = Inputs(*inputs)  # mx.compile passes a plain tuple
-    gradients = inputs.scaled | inputs.unscaled
-    factors = _factors(inputs, all(len(own) == 1 for own in moments.values()))
+    inputs = Inputs(*inputs)  # mx.compile passes plain tuples
+    unscale = _unscaler(inputs, all(len(own) == 1 for own in moments.values()))
     done: list[mx.array] = []
     # A parameter and its moments share a flag, so that their kernel reads only one.
     flags = fusion.each_use(inputs.applied)
@@ -291,20 +294,22 @@ def _run(
     for part, own, old, at_this_step in parts:
         if overrides_apply_gradients(part):
             _refuse_to_compile(part)
-        given = {key: _alias(x) for key, x in old.items()}
-        with advance(part, given | at_this_step):
+        aliases = {key: _alias(x) for key, x in old.items()}
+        with advance(part, aliases | at_this_step):
             for path in own:
-                stored, own_moments = inputs.stored[path], moments[path]
-                arrays = gradients[path], inputs.parameters[path], stored, own_moments
-                gradient, *before = fusion.after(done, arrays)
-                gradient = _multiply(gradient, factors[path])
+                row = Row(*inputs.rows[path])
+                given, parameter, stored, own_moments = fusion.after(
+                    done, (row.gradient, row.parameter, row.stored, moments[path])
+                )
+                gradient = unscale(given, row.is_scaled)
                 if not is_builtin(part):
                     # If the step is skipped: an SVD, for example, may raise on NaN.
                     gradient = mx.where(inputs.applied, gradient, 0)
                 flag, dither = next(flags), tuple(map(next, dithers))
                 try:
                     weight, stored, changed[path] = update_parameter(
-                        part, storage, flag, dither, gradient, *before
+                        *(part, storage, flag, dither),
+                        *(gradient, parameter, stored, own_moments),
                     )
                 except (KeyError, IndexError, ValueError) as error:
                     raise _failure(path, error) from error
@@ -317,7 +322,7 @@ def _run(
             {
                 key: mx.where(inputs.applied, now[key], x)
                 for key, x in old.items()
-                if isinstance(x, mx.array) and now[key] is not given[key]
+                if isinstance(x, mx.array) and now[key] is not aliases[key]
             }
         )
     in_order = [x for path in moments for x in changed[path]]
@@ -332,24 +337,22 @@ def _step_on_host(
     saved = snapshot(optimizer.state)
     # An optimizer may change an array in place before it raises.
     commit((box, key, _alias(box[key])) for _, box, key in slots(optimizer.state))
-    masters = {
-        path: _alias(storage.join(parameter, inputs.stored[path]).master)
-        for path, parameter in inputs.parameters.items()
-    }
-    given, factors = inputs.scaled | inputs.unscaled, _factors(inputs, False)
+    unscale = _unscaler(inputs)
+    masters, unscaled = {}, {}
+    for path, row in inputs.rows.items():
+        masters[path] = _alias(storage.join(row.parameter, row.stored).master)
+        unscaled[path] = unscale(row.gradient, row.is_scaled)
     full = tree_of(masters, gradients)
-    unscaled = {path: _multiply(given[path], factors[path]) for path in given}
-    unscaled = tree_of(unscaled, gradients)
     new = {}
     try:
         # Step each optimizer separately and join by path: tree_merge in
         # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-        for part, own in split(optimizer, unscaled):
+        for part, own in split(optimizer, tree_of(unscaled, gradients)):
             for path, x in flatten(part.apply_gradients(own, full)):
-                parameter, stored = inputs.parameters[path], inputs.stored[path]
-                _check_shape("the parameter", parameter, x)
-                rounded = x.astype(parameter.dtype)
-                stored = storage.split(to_float32(x), rounded) if stored else {}
+                row = inputs.rows[path]
+                _check_shape("the parameter", row.parameter, x)
+                rounded = x.astype(row.parameter.dtype)
+                stored = storage.split(to_float32(x), rounded) if row.stored else {}
                 new[path] = rounded, stored
     except BaseException as error:
         restore(saved)
@@ -368,20 +371,18 @@ def _failure(path: str, error: Exception) -> ValueError:
     )
 
 
-def _factors(inputs: Inputs, has_one_moment: bool) -> dict[str, mx.array | None]:
-    """Return what unscales and clips the gradient of each path, or None."""
+def _unscaler(
+    inputs: Inputs, has_one_moment: bool = False
+) -> Callable[[mx.array, bool], mx.array]:
+    """Return a function that clips a gradient and, if it is scaled, unscales it."""
     inverse, clip = inputs.inverse, inputs.clip
     both = inverse * clip if inverse is not None and clip is not None else inverse
-    found: dict[str, mx.array | None] = {}
-    for gradients, factor in ((inputs.scaled, both), (inputs.unscaled, clip)):
-        factors = fusion.factors(factor, has_one_moment)
-        found.update(zip(gradients, factors, strict=False))
-    return found
+    factors = [fusion.factors(x, has_one_moment) for x in (clip, both)]
 
+    def unscale(gradient: mx.array, is_scaled: bool) -> mx.array:
+        g, factor = to_float32(gradient), next(factors[is_scaled])
+        if factor is None:
+            return g
+        return g * mx.broadcast_to(factor, g.shape).astype(mx.float32)
 
-def _multiply(gradient: mx.array, factor: mx.array | None) -> mx.array:
-    """Multiply a gradient by a factor, in float32."""
-    g = to_float32(gradient)
-    if factor is None:
-        return g
-    return g * mx.broadcast_to(factor, g.shape).astype(mx.float32)
+    return unscale
