@@ -12,7 +12,7 @@ accumulation or averaging, a step uses the gradient as is.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from .forward import Alias, Casting, alias_of, forward_pass, is_opaque, rebuild
+from .forward import Alias, Casting, aliases, forward_pass, is_opaque, rebuild
 from .fusion import each_use
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
@@ -40,8 +40,7 @@ class Backward:
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
         self._has_seen_loss = False
-        # Whether the scale is another than 1, or may become so.
-        self.scales = True
+        self.is_dynamic = True
         self.warn_once = WarnOnce()
 
     def value_and_grad(
@@ -58,11 +57,12 @@ class Backward:
                 check_dtypes(model, args, self.warn_once)
                 is_checked = True
             scale, own = self._state["scale"], model.trainable_parameters()
-            parameters = leaves(own)
-            cast = leaves(casting.cast_parameters(model, own))
+            parameters = cast = leaves(own)
+            if casting.compute_dtype is not None:
+                cast = leaves(casting.cast_parameters(model, own))
 
             def forward(*stand_ins: mx.array) -> Any:
-                model.update(tree_like(own, map(alias_of, stand_ins, parameters)))
+                model.update(tree_like(own, aliases(stand_ins, parameters)))
                 outputs = loss_fn(*args, **kwargs)
                 end_forward()
                 return outputs
@@ -104,7 +104,7 @@ class Backward:
 
                 for each, tree in zip(models, own, strict=True):
                     new = casting.cast_parameters(each, tree_map(replace, tree))
-                    each.update(tree_map(alias_of, new, tree))
+                    each.update(tree_like(tree, aliases(leaves(new), leaves(tree))))
                 new_args, new_kwargs = rebuild((args, kwargs), replace)
                 outputs = loss_fn(*new_args, **new_kwargs)
                 end_forward()
@@ -149,7 +149,7 @@ class Backward:
 
     def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
         self._has_seen_loss = True  # so that the scale is read only once
-        check_loss(loss, scale, self.scales, self.warn_once)
+        check_loss(loss, scale, self.is_dynamic, self.warn_once)
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -273,16 +273,15 @@ def _replace_loss(outputs: Any, loss: mx.array) -> Any:
     return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss
 
 
-def unscale(scaled: list[mx.array], inverse: mx.array) -> list[mx.array]:
+def unscale(scaled: list[mx.array], inverse: mx.array) -> Sequence[mx.array]:
     """Lazily unscale gradients; lazy gradients stay unscaled."""
-    unscaled: list[mx.array] = []
+    gradients, sources = [], []
     for old, x in zip(scaled, _unscale_arrays(scaled, inverse), strict=True):
         known = old.source if isinstance(old, LazyGradient) else None
+        gradients.append(x if known is None else old)
         # Another object, because the user may change the scaled gradient in place.
-        source = known or (old.astype(old.dtype), inverse)
-        gradient = x if known is None else old
-        unscaled.append(alias_of(gradient, source, LazyGradient))
-    return unscaled
+        sources.append(known or (old.astype(old.dtype), inverse))
+    return aliases(gradients, sources, LazyGradient)
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:

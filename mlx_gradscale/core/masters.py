@@ -110,6 +110,13 @@ class Storage:
             )
         return stored
 
+    def master_of(
+        self, state: Mapping[str, Any], path: str, weight: mx.array
+    ) -> mx.array:
+        """Return a parameter's master weight, or its upcast value if it has none."""
+        stored = self.get(state, path, weight) if self.has(state, path) else {}
+        return self.join(weight, stored).master
+
     def split(self, master: mx.array, weight: mx.array) -> Stored:
         """Return the arrays that store the master weight of a weight."""
         return {"masters": master.astype(mx.float32), "written": half_bits(weight)}

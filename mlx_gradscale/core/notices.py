@@ -124,12 +124,12 @@ class UpdateWatch:
 
 
 def check_loss(
-    loss: mx.array, scale: mx.array, scales: bool, warn_once: WarnOnce
+    loss: mx.array, scale: mx.array, is_dynamic: bool, warn_once: WarnOnce
 ) -> None:
     """Warn if the loss is float16 and the scale does not fit into float16."""
     value = read(scale) if loss.dtype == mx.float16 else 0.0
-    # Inside mx.compile, nothing is known but whether the scale may grow.
-    is_too_large = scales if value is None else value > 65504
+    # Inside mx.compile, nothing is known but that the scale may grow.
+    is_too_large = is_dynamic if value is None else value > 65504
     if is_too_large:
         warn_once("float16 loss")
 

@@ -6,6 +6,7 @@ does not scale the loss; its scale is fixed at 1.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -234,13 +235,7 @@ class MasterWeightOptimizer(Optimizer):
         If a weight was replaced after a step, the result is at most half a unit in the
         last place from the new weight.
         """
-
-        def master_of(path: str, weight: mx.array) -> mx.array:
-            storage, stored = self._storage, {}
-            if storage.has(self._state, path):
-                stored = storage.get(self._state, path, weight)
-            return storage.join(weight, stored).master
-
+        master_of = partial(self._storage.master_of, self._state)
         return tree_map_with_path(master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:

@@ -42,13 +42,19 @@ class _Stage(NamedTuple):
     finite: mx.array | None
 
 
-class _Noted(NamedTuple):
-    """The scale that scale() used, and what one iteration has made of it since."""
+class _Scaled(NamedTuple):
+    """By what :meth:`GradScaler.scale` has multiplied, until its gradients are stepped.
 
-    used: mx.array | None = None
-    latest: mx.array | None = None
-    # The ids of the optimizers whose update() has changed it.
-    stepped: frozenset[int] = frozenset()
+    The ``update()`` of one wrapper may change the scale before another one steps.
+    """
+
+    by: mx.array | None = None
+    # The scale after these updates. If the state has another one, a load or mx.compile
+    # has replaced it, and this record is void.
+    now: mx.array | None = None
+    # The ids of the optimizers that have updated. Their next gradients are of the next
+    # iteration, also if its call of scale() was traced earlier by mx.compile.
+    updated: frozenset[int] = frozenset()
 
 
 class _State(dict[str, mx.array]):
@@ -151,7 +157,7 @@ class GradScaler:
         self._stages = self._state.stages
         self._backward = Backward(self._state)
         self._skip_watch = SkipWatch()
-        self._noted = _Noted()
+        self._scaled = _Scaled()
         self._replace(rule.as_arrays(rule.DEFAULTS | values))
 
     def _replace(self, fields: dict[str, mx.array]) -> None:
@@ -162,9 +168,11 @@ class GradScaler:
         with suppress(RuntimeError, ValueError):  # inside mx.compile
             # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
             mx.eval(self._state)
-        # Inside mx.compile, nothing is known, and the scale may change.
+        # Inside mx.compile, nothing is known but that the scale may change.
         is_dynamic = read(self._state["dynamic"]) is not False
-        self._backward.scales = is_dynamic or read(self._state["scale"]) != 1
+        self._backward.is_dynamic = is_dynamic
+        # Whether to warn about float16 gradients that were not scaled.
+        self._expects_scaling = is_dynamic or read(self._state["scale"]) != 1
 
     @property
     def state(self) -> dict[str, mx.array]:
@@ -293,21 +301,16 @@ class GradScaler:
             return outputs
         arrays(outputs)
         self._set_mode(_SCALED)
-        self._noted = _Noted(self._state["scale"], self._state["scale"])
+        self._scaled = _Scaled(by=self._state["scale"], now=self._state["scale"])
         return tree_map(self._backward.scaled, outputs)
 
     def _inverse(self, optimizer: Optimizer) -> mx.array:
-        """Return 1 / scale, for the scale that :meth:`scale` has multiplied by.
-
-        In this iteration, another optimizer's ``update()`` may have changed the scale
-        since then. If anything else has replaced it, such as a load, or a function of
-        ``mx.compile`` that has begun or ended, the present scale is used.
-        """
-        used, latest, stepped = self._noted
+        """Return 1 / scale, for the scale of the gradients that an optimizer gets."""
+        by, now, updated = self._scaled
         present = self._state["scale"]
-        if used is None or latest is not present or id(optimizer) in stepped:
-            used = present
-        return 1.0 / used
+        if by is None or now is not present or id(optimizer) in updated:
+            by = present
+        return 1.0 / by
 
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
@@ -446,13 +449,13 @@ class GradScaler:
                 f"call update() in the same function. {_START_AFRESH}"
             )
         leaves = match(grads, parameters)
-        if ranks.is_single and not has_floating(x.gradient for x in leaves):
+        gradients = list(map(attrgetter("gradient"), leaves))
+        if ranks.is_single and not has_floating(gradients):
             raise ValueError(
                 "No floating-point parameter has a gradient. Unfreeze some parameters."
             )
         if self._mode == _SCALED and not stage:
-            scaled = [x.gradient for x in leaves]
-            leaves = _replaced(leaves, unscale(scaled, self._inverse(optimizer)))
+            leaves = _replaced(leaves, unscale(gradients, self._inverse(optimizer)))
         if self._enabled:
             self._warn_about(leaves, participant)
         if needs_init(optimizer) or needs_init(participant.optimizer):
@@ -485,7 +488,7 @@ class GradScaler:
     def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
         """Warn about gradients that may have underflowed, and updates that are lost."""
         dtypes = set(map(attrgetter("parameter.dtype"), leaves))
-        is_scaled = self._mode is not None or not self._backward.scales
+        is_scaled = self._mode is not None or not self._expects_scaling
         if mx.float16 in dtypes and not (is_scaled and participant.scales_loss):
             self._backward.warn_once("unscaled float16")
         if participant.state is None and not dtypes.isdisjoint(HALF):
@@ -539,9 +542,9 @@ class GradScaler:
                 if stage.finite is not None and stage.optimizer is not optimizer:
                     unstepped.append(stage.ranks.agree(stage.finite))
         changed = _advanced(self._state, applied, unstepped)
-        used, latest, stepped = self._noted
-        if optimizer is not None and is_last and latest is self._state["scale"]:
-            self._noted = _Noted(used, changed["scale"], stepped | {id(optimizer)})
+        by, now, updated = self._scaled
+        if optimizer is not None and is_last and now is self._state["scale"]:
+            self._scaled = _Scaled(by, changed["scale"], updated | {id(optimizer)})
         return list(zip(repeat(self._state), changed, changed.values(), strict=False))
 
     def get_scale(self) -> float:
@@ -646,7 +649,7 @@ class GradScaler:
                 f"update() first. {_START_AFRESH}"
             )
         # Both may hold placeholders of mx.compile, which cannot be copied.
-        return vars(self) | {"_skip_watch": SkipWatch(), "_noted": _Noted()}
+        return vars(self) | {"_skip_watch": SkipWatch(), "_scaled": _Scaled()}
 
     def __copy__(self) -> "GradScaler":
         return deepcopy(self)
