@@ -24,7 +24,6 @@ from .optimizers import (
     is_builtin,
     overrides_apply_gradients,
     own_values,
-    paths_of,
     scheduled_values,
     single_optimizers,
     split,
@@ -42,6 +41,7 @@ from .trees import (
     slots,
     snapshot,
     tree_of,
+    walk,
 )
 
 ByPath = dict[str, mx.array]
@@ -236,31 +236,31 @@ def _step_on_device(
     participant: Participant, gradients: Any, inputs: Inputs, writes: Writes
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Update all parameters, and plan the writes to the optimizer's state."""
-    optimizer = participant.optimizer
-    parts = single_optimizers(optimizer)
-    paths: list[list[str]] = []
-    moments: dict[str, Any] = {}
-    for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
-        paths.append([])
-        for path, place in places.items():
+    optimizer, storage = participant.optimizer, participant.storage
+    parts, values, scheduled = [], [], []
+    moments: list[dict[str, Any]] = []
+    for part, tree in split(optimizer, gradients):
+        parts.append(part)
+        values.append(own_values(part))
+        scheduled.append(scheduled_values(part))
+        moments.append({})
+        for (keys, _, _), _ in walk(tree):
+            path = ".".join(map(str, keys))
             if path in inputs.rows:
-                paths[-1].append(path)
                 try:
-                    moments[path] = get_at(place, part.state)
+                    moments[-1][path] = get_at(keys, part.state)
                 except (KeyError, IndexError) as error:
                     raise _failure(path, error) from error
-    values = list(map(own_values, parts))
     found = slots(moments)
-    run: Callable[..., Any] = partial(_run, participant.storage, paths)
+    run: Callable[..., Any] = partial(_run, storage)
     if is_builtin(optimizer):
         # Arrays are passed by position, so another order needs a new trace.
-        order: list[Any] = [list(map(itemgetter(0), found)), list(map(list, values))]
-        order += [paths, list(inputs.rows)]
-        run = autocompiled(run, optimizer, (order, participant.storage))
+        order = list(map(itemgetter(0), found)), list(map(list, values))
+        run = autocompiled(run, optimizer, (order, list(inputs.rows), storage))
     else:
         run = partial(run, optimizer)
     new: dict[str, tuple[mx.array, Stored]]
-    new, selected, others = run(inputs, moments, values, scheduled_values(optimizer))
+    new, selected, others = run(inputs, moments, values, scheduled)
     for (_, box, key), x in zip(found, selected, strict=True):
         writes.append((box, key, x))
     for part, changed in zip(parts, others, strict=True):
@@ -270,10 +270,9 @@ def _step_on_device(
 
 def _run(
     storage: Storage,
-    paths: list[list[str]],
     optimizer: Optimizer,
     inputs: Inputs,
-    moments: dict[str, Any],
+    moments: list[dict[str, Any]],
     values: list[dict[str, Any]],
     scheduled: list[dict[str, mx.array]],
 ) -> tuple[
@@ -281,39 +280,39 @@ def _run(
 ]:
     """Return all parameters, all moments in order, and what else is in the states.
 
-    ``paths``, ``values`` and ``scheduled`` have an entry for each single optimizer.
+    The lists have an entry for each single optimizer.
     """
     inputs = Inputs(*inputs)  # mx.compile passes plain tuples
-    unscale = _unscaler(inputs, all(len(own) == 1 for own in moments.values()))
+    has_one_moment = all(len(x) == 1 for own in moments for x in own.values())
+    unscale = _unscaler(inputs, has_one_moment)
     done: list[mx.array] = []
     # A parameter and its moments share a flag, so that their kernel reads only one.
     flags = fusion.each_use(inputs.applied)
     dithers = [fusion.each_use(x) for x in storage.dither(values[0]["step"] + 1)]
-    new, changed, others = {}, {}, []
-    parts = zip(single_optimizers(optimizer), paths, values, scheduled, strict=True)
+    new, changed, others = {}, [], []
+    parts = zip(single_optimizers(optimizer), moments, values, scheduled, strict=True)
     for part, own, old, at_this_step in parts:
         if overrides_apply_gradients(part):
             _refuse_to_compile(part)
         aliases = {key: _alias(x) for key, x in old.items()}
         with advance(part, aliases | at_this_step):
-            for path in own:
+            for path, state in own.items():
                 row = Row(*inputs.rows[path])
-                given, parameter, stored, own_moments = fusion.after(
-                    done, (row.gradient, row.parameter, row.stored, moments[path])
-                )
+                arrays = row.gradient, row.parameter, row.stored, state
+                given, *before = fusion.after(done, arrays)
                 gradient = unscale(given, row.is_scaled)
                 if not is_builtin(part):
                     # If the step is skipped: an SVD, for example, may raise on NaN.
                     gradient = mx.where(inputs.applied, gradient, 0)
                 flag, dither = next(flags), tuple(map(next, dithers))
                 try:
-                    weight, stored, changed[path] = update_parameter(
-                        *(part, storage, flag, dither),
-                        *(gradient, parameter, stored, own_moments),
+                    weight, stored, new_moments = update_parameter(
+                        part, storage, flag, dither, gradient, *before
                     )
                 except (KeyError, IndexError, ValueError) as error:
                     raise _failure(path, error) from error
                 new[path] = weight, stored
+                changed += new_moments
                 # Only the root of the kernel: another consumer would split it.
                 done = [weight]
             now = own_values(part)
@@ -325,8 +324,7 @@ def _run(
                 if isinstance(x, mx.array) and now[key] is not aliases[key]
             }
         )
-    in_order = [x for path in moments for x in changed[path]]
-    return new, in_order, others
+    return new, changed, others
 
 
 def _step_on_host(

@@ -18,8 +18,6 @@ from mlx.utils import tree_map
 from .masters import Storage, to_float32
 from .trees import CONTAINERS, get_at, is_floating, slots, walk
 
-# The keys that lead to an array in a tree.
-Path = tuple[Any, ...]
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
 _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
@@ -83,16 +81,6 @@ def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
-def paths_of(optimizer: Optimizer, tree: Any) -> list[dict[str, Path]]:
-    """Return the paths that each single optimizer updates, dotted and as tuples."""
-    found: list[dict[str, Path]] = []
-    for _, part in split(optimizer, tree):
-        found.append({})
-        for (path, _, _), _ in walk(part):
-            found[-1][".".join(map(str, path))] = path
-    return found
-
-
 def needs_init(optimizer: Optimizer) -> bool:
     """Return whether an optimizer, or one in a ``MultiOptimizer``, is uninitialized."""
     return any(not part._initialized for part in single_optimizers(optimizer))
@@ -125,27 +113,20 @@ def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
                 moments.update(storage.encode(part, parameter.shape, moments).moments)
 
 
-def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
-    """Return this step's scheduled values, such as learning rates, per optimizer.
+def scheduled_values(optimizer: Optimizer) -> dict[str, mx.array]:
+    """Return this step's scheduled values, such as the learning rate.
 
     They are computed outside the compiled function, because a schedule is Python code
     and may depend on anything.
     """
-    values: list[dict[str, mx.array]] = []
-    for part in single_optimizers(optimizer):
-        values.append({})
-        for name, schedule in part._schedulers.items():
-            values[-1][name] = mx.array(schedule(part.step))
-    return values
+    schedules = optimizer._schedulers.items()
+    return {name: mx.array(schedule(optimizer.step)) for name, schedule in schedules}
 
 
 def own_values(optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of an optimizer's state that belongs to no parameter."""
-    values = {}
-    for key, x in optimizer.state.items():
-        if not isinstance(x, CONTAINERS):
-            values[key] = x
-    return values
+    state = optimizer.state.items()
+    return {key: x for key, x in state if not isinstance(x, CONTAINERS)}
 
 
 @contextmanager

@@ -19,12 +19,11 @@ from ..core.optimizer import MasterWeightOptimizer
 from ..core.optimizers import (
     check_supported,
     initialize,
-    paths_of,
     single_optimizers,
     split,
 )
 from ..core.scaler import GradScaler
-from ..core.trees import flatten, get_at, is_floating, leaves
+from ..core.trees import flatten, get_at, is_floating, leaves, walk
 from ..files.text import align, dtype_name
 from ..float32.trial import preserved
 
@@ -148,9 +147,8 @@ def _measure(
     arrays = {id(x): x.astype(x.dtype) for x in leaves([optimizer.state])}
     optimizer = copy.deepcopy(optimizer, arrays)
     full = tree_map(lambda x: x.astype(mx.float32), masters)
-    parts = single_optimizers(optimizer)
-    for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
-        for place in places.values():
+    for part, tree in split(optimizer, gradients):
+        for (place, _, _), _ in walk(tree):
             with suppress(KeyError, IndexError):  # not initialized
                 box = get_at(place[:-1], part.state)
                 box[place[-1]] = storage.decode(part, box[place[-1]])
@@ -166,7 +164,7 @@ def _measure(
             is_bad = ~mx.isfinite(own_gradients[path])
             terms = [moved * update, update * update, is_stuck, is_updated, is_bad]
             sums[path] = mx.stack([mx.sum(x).astype(mx.float32) for x in terms])
-    return sums, parts[0].state.get("learning_rate")
+    return sums, single_optimizers(optimizer)[0].state.get("learning_rate")
 
 
 def _shares(sums: Iterable[mx.array]) -> tuple[float, float]:
