@@ -13,6 +13,7 @@ accumulation or averaging, a step uses the gradient as is.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -61,14 +62,12 @@ class Backward:
             if casting.compute_dtype is not None:
                 cast = leaves(casting.cast_parameters(model, own))
 
-            def forward(*stand_ins: mx.array) -> Any:
+            def run(*stand_ins: mx.array) -> Any:
                 model.update(tree_like(own, aliases(stand_ins, parameters)))
-                outputs = loss_fn(*args, **kwargs)
-                end_forward()
-                return outputs
+                return loss_fn(*args, **kwargs)
 
-            with forward_pass([model], parameters, casting) as end_forward:
-                outputs, scaled = self._vjp(forward, cast, scale)
+            forward = forward_pass([model], parameters, casting)
+            outputs, scaled = self._vjp(run, cast, scale, forward)
             watch.look(scale, parameters, self.warn_once)
             return outputs, tree_like(own, unscale(scaled, 1.0 / scale))
 
@@ -96,7 +95,7 @@ class Backward:
             originals = list(traced.values())
             outside = _Outside(originals)
 
-            def forward(*stopped: mx.array) -> Any:
+            def run(*stopped: mx.array) -> Any:
                 stand_ins = dict(zip(traced, stopped, strict=True))
 
                 def replace(x: Any) -> Any:
@@ -106,15 +105,11 @@ class Backward:
                     new = casting.cast_parameters(each, tree_map(replace, tree))
                     each.update(tree_like(tree, aliases(leaves(new), leaves(tree))))
                 new_args, new_kwargs = rebuild((args, kwargs), replace)
-                outputs = loss_fn(*new_args, **new_kwargs)
-                end_forward()
-                return outputs
+                return loss_fn(*new_args, **new_kwargs)
 
-            with forward_pass(
-                models, parameters, casting, outside.value
-            ) as end_forward:
-                stopped = list(map(mx.stop_gradient, originals))
-                outputs, scaled = self._vjp(forward, stopped, scale)
+            stopped = list(map(mx.stop_gradient, originals))
+            forward = forward_pass(models, parameters, casting, outside.value)
+            outputs, scaled = self._vjp(run, stopped, scale, forward)
             if not originals:
                 return outputs
             loss = outside.loss(loss_of(outputs), scaled, scale)
@@ -129,22 +124,28 @@ class Backward:
         return to_float32(output) * self._state["scale"]
 
     def _vjp(
-        self, forward: Callable[..., Any], arrays: list[mx.array], scale: mx.array
+        self,
+        run: Callable[..., Any],
+        arrays: list[mx.array],
+        scale: mx.array,
+        forward: AbstractContextManager[Callable[[], None]],
     ) -> tuple[Any, list[mx.array]]:
         """Return the outputs, with a float32 loss, and the scaled gradients."""
         outputs: list[Any] = []
 
         def loss_fn(*arrays: mx.array) -> mx.array:
-            outputs.append(forward(*arrays))
+            outputs.append(run(*arrays))
+            end_forward()
             loss = loss_of(outputs[0])
             if not self._has_seen_loss:
                 self._check_loss(loss, scale)
             return loss.astype(mx.float32)
 
-        if arrays:
-            (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
-        else:  # mx.vjp would hold the activations
-            loss, gradients = loss_fn(), []
+        with forward as end_forward:
+            if arrays:
+                (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
+            else:  # mx.vjp would hold the activations
+                loss, gradients = loss_fn(), []
         return _replace_loss(outputs.pop(), loss), gradients
 
     def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
