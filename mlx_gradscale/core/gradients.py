@@ -93,7 +93,7 @@ class Backward:
             given = {id(x): x for x in (*parameters, *(x for _, x in flat))}
             traced = {i: x for i, x in given.items() if is_traced(x)}
             originals = list(traced.values())
-            outside = _Outside(originals)
+            refuse = _refuse_derivatives_of(originals)
 
             def run(*stopped: mx.array) -> Any:
                 stand_ins = dict(zip(traced, stopped, strict=True))
@@ -108,12 +108,12 @@ class Backward:
                 return loss_fn(*new_args, **new_kwargs)
 
             stopped = list(map(mx.stop_gradient, originals))
-            forward = forward_pass(models, parameters, casting, outside.value)
+            forward = forward_pass(models, parameters, casting, refuse)
             outputs, scaled = self._vjp(run, stopped, scale, forward)
             if not originals:
                 return outputs
-            loss = outside.loss(loss_of(outputs), scaled, scale)
-            return _replace_loss(rebuild(outputs, outside.value), loss)
+            loss = _with_gradients(loss_of(outputs), originals, scaled, scale)
+            return _replace_loss(rebuild(outputs, refuse), loss)
 
         return scaled_loss_fn
 
@@ -181,38 +181,37 @@ _value = _no_gradient(lambda x, token: x)
 _value.vmap(lambda inputs, axes: (_value(*inputs), axes[0]))
 
 
-class _Outside:
-    """The results of a loss function from ``scale_loss``, for the code that calls it.
+def _refuse_derivatives_of(originals: list[mx.array]) -> Callable[[mx.array], mx.array]:
+    """Return an identity that raises if its result is differentiated by one of these.
 
-    Only the loss has a gradient with respect to the originals, the arrays that are
-    passed to the function. Differentiating any other result raises an error.
+    Not if nobody differentiates, when there are no originals.
     """
+    token = _token(originals)
 
-    def __init__(self, originals: list[mx.array]):
-        self._originals = originals
-        self._token = _token(originals)
-
-    def value(self, x: mx.array) -> mx.array:
-        """Return an array that raises if it is differentiated."""
-        is_differentiable = self._originals and is_floating(x)
-        value: mx.array = _value(x, self._token) if is_differentiable else x
+    def refuse(x: mx.array) -> mx.array:
+        value: mx.array = _value(x, token) if originals and is_floating(x) else x
         return value
 
-    def loss(self, loss: mx.array, scaled: list[mx.array], scale: mx.array) -> mx.array:
-        """Return the loss with these gradients, unscaled, for the originals."""
+    return refuse
 
-        def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
-            inverse = each_use(cotangent / scale)
-            return cotangent, list(map(self.value, map(unscale_array, scaled, inverse)))
 
-        identity: Any = mx.custom_function(lambda loss, originals: loss)
-        identity.vjp(vjp)
-        identity.jvp(_refuse)
-        # Without this rule, MLX would put the plain function in place of the identity:
-        # a gradient taken outside mx.vmap would be zero instead of raising.
-        identity.vmap(lambda xs, axes: (_value(xs[0], _token(xs[1])), axes[0]))
-        outer: mx.array = identity(loss, self._originals)
-        return outer
+def _with_gradients(
+    loss: mx.array, originals: list[mx.array], scaled: list[mx.array], scale: mx.array
+) -> mx.array:
+    """Return the loss with these gradients, unscaled, for the originals."""
+
+    def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
+        unscaled = map(unscale_array, scaled, each_use(cotangent / scale))
+        return cotangent, list(map(_refuse_derivatives_of(originals), unscaled))
+
+    identity: Any = mx.custom_function(lambda loss, originals: loss)
+    identity.vjp(vjp)
+    identity.jvp(_refuse)
+    # Without this rule, MLX would put the plain function in place of the identity: a
+    # gradient taken outside mx.vmap would be zero instead of raising.
+    identity.vmap(lambda xs, axes: (_value(xs[0], _token(xs[1])), axes[0]))
+    outer: mx.array = identity(loss, originals)
+    return outer
 
 
 _asked = threading.local()
