@@ -110,22 +110,16 @@ class Storage:
             )
         return stored
 
-    def master_of(
-        self, state: Mapping[str, Any], path: str, weight: mx.array
-    ) -> mx.array:
-        """Return a parameter's master weight, or its upcast value if it has none."""
-        stored = self.get(state, path, weight) if self.has(state, path) else {}
-        return self.join(weight, stored).master
-
     def split(self, master: mx.array, weight: mx.array) -> Stored:
         """Return the arrays that store the master weight of a weight."""
         return {"masters": master.astype(mx.float32), "written": half_bits(weight)}
 
     def join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
         """Return a master weight; the weight's own value if none is stored."""
+        return self._join(weight, stored) if stored else Joined(to_float32(weight))
+
+    def _join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
         value = to_float32(weight)
-        if not stored or weight.dtype not in HALF:
-            return Joined(value)
         master, written = stored["masters"], stored["written"]
         if written.dtype == _BITS[weight.dtype]:
             unchanged = half_bits(weight) == written

@@ -6,7 +6,6 @@ does not scale the loss; its scale is fixed at 1.
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -235,7 +234,12 @@ class MasterWeightOptimizer(Optimizer):
         If a weight was replaced after a step, the result is at most half a unit in the
         last place from the new weight.
         """
-        master_of = partial(self._storage.master_of, self._state)
+        storage, state = self._storage, self._state
+
+        def master_of(path: str, x: mx.array) -> mx.array:
+            stored = storage.get(state, path, x) if storage.has(state, path) else {}
+            return storage.join(x, stored).master
+
         return tree_map_with_path(master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:

@@ -24,7 +24,7 @@ from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, has_floating, match, read, tree_of
+from .trees import FLOATING, Leaf, Writes, commit, match, read, tree_of
 
 _START_AFRESH = (
     "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
@@ -450,7 +450,7 @@ class GradScaler:
             )
         leaves = match(grads, parameters)
         gradients = list(map(attrgetter("gradient"), leaves))
-        if ranks.is_single and not has_floating(gradients):
+        if ranks.is_single and FLOATING.isdisjoint(map(attrgetter("dtype"), gradients)):
             raise ValueError(
                 "No floating-point parameter has a gradient. Unfreeze some parameters."
             )

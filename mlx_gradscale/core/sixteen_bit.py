@@ -43,7 +43,6 @@ from mlx.optimizers import Optimizer
 
 from . import fusion
 from .masters import (
-    HALF,
     Dither,
     Encoded,
     Joined,
@@ -73,13 +72,16 @@ class SixteenBit(Storage):
 
     def split(self, master: mx.array, weight: mx.array) -> Stored:
         """Store the rounding error of a weight."""
-        return {"remainders": remainder_of(master.astype(mx.float32), weight)}
+        return {"remainders": _remainder_of(master.astype(mx.float32), weight)}
 
-    def join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-        """Return a master weight from its weight and the stored remainder."""
-        return (
-            join(weight, stored["remainders"]) if stored else super().join(weight, {})
-        )
+    def _join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
+        value = to_float32(weight)
+        unit, start = _unit(value, weight.dtype)
+        steps = stored["remainders"].astype(mx.float32) / _STEPS[weight.dtype]
+        master = value + steps * unit
+        rounded = master.astype(weight.dtype)
+        fits = to_float32(rounded) == value
+        return Joined(mx.where(fits, master, value), (start, rounded))
 
     def select(
         self, applied: mx.array, result: Result, dither: Dither
@@ -89,7 +91,7 @@ class SixteenBit(Storage):
             return super().select(applied, result, dither)
         parameter, old = result.parameter, result.old
         rounded = result.new.astype(parameter.dtype)
-        remainder = remainder_of(result.new, rounded)
+        remainder = _remainder_of(result.new, rounded)
         remainder = mx.where(applied, remainder, result.stored["remainders"])
         # The root has to reach the remainder, so it is an input of the new weight, in a
         # branch that is never taken either. From the new to the old weight, this graph
@@ -140,26 +142,11 @@ def spread(count: mx.array) -> tuple[mx.array, mx.array]:
     return a, b
 
 
-def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
-    """Return the remainder of a weight; zero if the weight is not half precision."""
-    if weight.dtype not in HALF:
-        return mx.zeros(weight.shape, mx.int16)
+def _remainder_of(master: mx.array, weight: mx.array) -> mx.array:
     value = to_float32(weight)
     unit, _ = _unit(value, weight.dtype)
     steps = (master - value) * _STEPS[weight.dtype] / unit
     return mx.round(steps).astype(mx.int16)
-
-
-def join(weight: mx.array, remainder: mx.array) -> Joined:
-    """Reconstruct the float32 master weight from a weight and its remainder."""
-    value = to_float32(weight)
-    if weight.dtype not in HALF:
-        return Joined(value)
-    unit, start = _unit(value, weight.dtype)
-    master = value + remainder.astype(mx.float32) / _STEPS[weight.dtype] * unit
-    rounded = master.astype(weight.dtype)
-    fits = to_float32(rounded) == value
-    return Joined(mx.where(fits, master, value), (start, rounded))
 
 
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

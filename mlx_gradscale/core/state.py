@@ -14,7 +14,7 @@ from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .eight_bit import EightBit
-from .masters import Storage
+from .masters import HALF, Storage
 from .optimizers import is_builtin, single_optimizers
 from .scale import DEFAULTS, TORCH_KEYS, as_arrays
 from .sixteen_bit import SixteenBit
@@ -208,7 +208,7 @@ def decode(
     for path, weight in parameters.items():
         names = [name for name in storage.names if f"{name}.{path}" in loaded]
         stored = {name: decoded.pop(f"{name}.{path}") for name in names}
-        if stored:
+        if stored and weight.dtype in HALF:
             master = storage.join(weight, stored).master
             for name, x in STORAGES[32].split(master, weight).items():
                 decoded[f"{name}.{path}"] = x
