@@ -1,7 +1,7 @@
 """The training core: loss scaling, skipped steps and master weights.
 
 Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
-``sixteen_bit``, ``eight_bit``, ``finite``, ``intercept``, ``forward``, ``gradients``
+``eight_bit``, ``finite``, ``intercept``, ``forward``, ``gradients``
 (and the loss), ``optimizers``, ``ranks``, ``guard`` (the update of a parameter),
 ``scaler`` (a step), ``state``, ``optimizer``. Only ``GradScaler.save`` and ``load``
 import other parts of the package. A step, for every kind of optimizer, is

@@ -50,11 +50,12 @@ from .masters import (
     Joined,
     Moments,
     Result,
+    SixteenBit,
     Stored,
     is_own,
+    spread,
     to_float32,
 )
-from .sixteen_bit import SixteenBit, spread
 
 # The optimizers whose moments have codes. A subclass may use them in another way.
 _CODED = (Adam, AdamW)

@@ -14,10 +14,9 @@ from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .eight_bit import EightBit
-from .masters import HALF, Storage
+from .masters import HALF, SixteenBit, Storage
 from .optimizers import is_builtin, single_optimizers
 from .scale import DEFAULTS, TORCH_KEYS, as_arrays
-from .sixteen_bit import SixteenBit
 from .trees import CONTAINERS, commit, dtype_name, slots
 
 Loaded = dict[str, Any]

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from support.helpers import same
 from support.optimizer_helpers import HALVES
 
-from mlx_gradscale.core.masters import to_float32
-from mlx_gradscale.core.sixteen_bit import SixteenBit
+from mlx_gradscale.core.masters import SixteenBit, to_float32
 
 DTYPE = mx.int16
 STORAGE = SixteenBit()
