@@ -294,7 +294,6 @@ class MasterWeightOptimizer(Optimizer):
                 self.optimizer.state = state["optimizer"]
             return
         loaded, fields = parse(state, self.state)
-        self._initialized &= is_builtin(self.optimizer)
         if self._initialized:
             self._initialized = load(self.state, loaded, self._state_bits, None)
         if not self._initialized:

@@ -43,17 +43,18 @@ class _Stage(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """By what :meth:`GradScaler.scale` has multiplied, until its gradients are stepped.
+    """The scale that :meth:`GradScaler.scale` has multiplied by in this iteration.
 
-    The ``update()`` of one wrapper may change the scale before another one steps.
+    If wrappers share a scaler, the ``update()`` of one may change the scale before
+    another one steps with gradients that have the old scale.
     """
 
     by: mx.array | None = None
-    # The scale after these updates. If the state has another one, a load or mx.compile
-    # has replaced it, and this record is void.
+    # The scale after those updates. If the state has another array, a load or
+    # mx.compile has replaced it, and gradients have the present scale.
     now: mx.array | None = None
-    # The ids of the optimizers that have updated. Their next gradients are of the next
-    # iteration, also if its call of scale() was traced earlier by mx.compile.
+    # The ids of the optimizers that have updated. Their next gradients belong to the
+    # next iteration, even if mx.compile does not call scale() again.
     updated: frozenset[int] = frozenset()
 
 

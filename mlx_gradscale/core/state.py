@@ -106,16 +106,18 @@ def load(
 ) -> bool:
     """Replace the arrays of a state in these ``state_bits``, or raise without changes.
 
-    32 bits hold any state, decoded with the ``weights`` by path. Without them, return
-    False and change nothing.
+    Return False, and change nothing, if it has to wait for ``init()``: 32 bits hold any
+    state, but decoding it needs the ``weights`` by path, and what a third-party
+    optimizer has saved may be incomplete.
     """
+    is_known = is_builtin(state.owner)
+    if not is_known:
+        rest = [path for path in loaded if not path.startswith("optimizer.")]
+        loaded = {path: loaded[path] for path in rest}
     own = _places(state)
     arrays = {path: box[key] for path, (box, key) in own.items()}
-    problem = _find_difference(arrays, loaded)
-    if problem is not None:
-        saved = bits_of(loaded)
-        if saved == bits or not is_builtin(state.owner):
-            raise ValueError(problem)
+    problem, saved = _find_difference(arrays, loaded), bits_of(loaded)
+    if problem is not None and is_known and saved != bits:
         if bits != 32:
             any_state = ", or with state_bits=32, which can load any state"
             raise ValueError(
@@ -126,8 +128,11 @@ def load(
         if weights is None:
             return False
         loaded = decode(loaded, state.owner, saved, weights)
-        if problem := _find_difference(arrays, loaded):
-            raise ValueError(problem)
+        problem = _find_difference(arrays, loaded)
+    if problem is not None:
+        raise ValueError(problem)
+    if weights is None and not is_known:
+        return False
     commit((box, key, loaded[path]) for path, (box, key) in own.items())
     return True
 
@@ -159,7 +164,7 @@ def wait(state: State, loaded: Loaded) -> None:
         values = [(path.removeprefix(f"{name}."), rest.pop(path)) for path in own]
         inner.append((part.state, tree_unflatten(values) if values else {}))
     for path in rest:
-        if path.startswith("optimizer."):
+        if path != "grad_norm" and path.split(".")[0] not in _STORED:
             raise ValueError(_describe_surplus(path))
     state.remove_masters()
     _remove_moments(state.owner)
