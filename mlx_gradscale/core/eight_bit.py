@@ -45,17 +45,17 @@ from mlx.optimizers import SGD, AdaDelta, Adam, AdamW, Optimizer
 
 from . import fusion
 from .masters import (
-    HALF,
     Dither,
     Encoded,
     Joined,
     Moments,
     Result,
+    SixteenBit,
     Stored,
     is_own,
+    spread,
     to_float32,
 )
-from .sixteen_bit import SixteenBit, spread
 
 # The optimizers whose moments have codes. A subclass may use them in another way.
 _CODED = (Adam, AdamW)
@@ -75,14 +75,10 @@ class EightBit(SixteenBit):
         _, unit = ulp(weight)
         return {"remainders": _remainder_of(error / _nonzero(unit), 0.5)}
 
-    def join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-        """Return a master weight from its weight and the stored remainder."""
-        value = to_float32(weight)
-        if not stored or weight.dtype not in HALF:
-            return Joined(value)
+    def _join(self, weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
         above, unit = ulp(weight)
         error = stored["remainders"].astype(mx.float32) / _T / _T * unit
-        return Joined(value + error, (above, error))
+        return Joined(to_float32(weight) + error, (above, error))
 
     def select(
         self, applied: mx.array, result: Result, dither: Dither

@@ -1,7 +1,7 @@
 """Cast a model for the forward pass, and restore it afterwards."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -28,14 +28,19 @@ class Alias(mx.array):
     source: Any = None
 
 
-def alias_of(x: mx.array, source: Any, cls: type[Alias] = Alias) -> Alias:
-    """Return a new array object of a class, which shares the memory of ``x``."""
-    # The constructor would copy x. Assigning all of an array makes it share the other's
-    # memory, and the zeros are never evaluated.
-    alias = cls(mx.zeros(x.shape, x.dtype))
-    mx.array.__setitem__(alias, ..., x)
-    alias.source = source
-    return alias
+def aliases(
+    arrays: Iterable[mx.array], sources: Iterable[Any], cls: type[Alias] = Alias
+) -> list[Alias]:
+    """Return new array objects of a class, which share the memory of ``arrays``."""
+    found = []
+    for x, source in zip(arrays, sources, strict=True):
+        # The constructor would copy x. Assigning all of an array makes it share the
+        # other's memory, and the zeros are never evaluated.
+        alias = cls(mx.zeros(x.shape, x.dtype))
+        mx.array.__setitem__(alias, ..., x)
+        alias.source = source
+        found.append(alias)
+    return found
 
 
 def _forget_source(method: str) -> None:
@@ -183,9 +188,13 @@ def forward_pass(
 
     token = compute_dtype.set(casting.compute_dtype)
     try:
-        for container, key, x in before.values():
-            if id(x) not in trained:
-                container[key] = alias_of(x, x)
+        others = []
+        for found in before.values():
+            if id(found[2]) not in trained:
+                others.append(found)
+        if others:
+            containers, keys, old = zip(*others, strict=True)
+            commit(zip(containers, keys, aliases(old, old), strict=True))
         with watch(watched) if watched else nullcontext():
             yield end_forward
     except BaseException:

@@ -26,8 +26,10 @@ differently, these tests show it, and only this file has to change.
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import repeat
+from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 Join = Callable[[mx.array, mx.array], mx.array]
 
@@ -145,7 +147,17 @@ def casts_first() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
-def factors(factor: mx.array, has_one_moment: bool) -> Iterator[mx.array]:
+def after(done: list[mx.array], tree: Any) -> Any:
+    """Return a tree whose arrays wait for others: parameters are updated in turn.
+
+    MLX evaluates breadth first. Without waiting, the new arrays of many parameters
+    would be in memory beside the old ones.
+    """
+    wait = lambda x: mx.depends(x, done) if isinstance(x, mx.array) else x  # noqa: E731
+    return tree_map(wait, tree) if done else tree
+
+
+def factors(factor: mx.array | None, has_one_moment: bool) -> Iterator[mx.array | None]:
     """Return an endless iterator with the factor for each gradient of a step.
 
     On CPUs, GCC vectorizes a loop with up to 10 pairs of pointers that may overlap. An
@@ -153,6 +165,8 @@ def factors(factor: mx.array, has_one_moment: bool) -> Iterator[mx.array]:
     different types do not overlap, so with a float64 factor, Lion takes 1.0 instead of
     6.7 times as long as the bare optimizer.
     """
+    if factor is None:
+        return repeat(None)
     if not has_one_moment or not casts_first():
         return each_use(factor)
     # depends() makes a new array for each leaf. If they shared one, MLX would cast it

@@ -12,7 +12,8 @@ accumulation or averaging, a step uses the gradient as is.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from .forward import Alias, Casting, alias_of, forward_pass, is_opaque, rebuild
+from .forward import Alias, Casting, aliases, forward_pass, is_opaque, rebuild
 from .fusion import each_use
 from .masters import to_float32
 from .notices import UpdateWatch, WarnOnce, check_dtypes, check_loss
@@ -44,18 +45,10 @@ class Backward:
         self.warn_once = WarnOnce()
 
     def value_and_grad(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        casting: Casting,
-        is_enabled: bool,
+        self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``, with casts and, if enabled, with loss scaling."""
-        is_cast = casting.compute_dtype is not None
-        if not is_enabled and not is_cast:
-            plain: Callable[..., Any] = nn.value_and_grad(model, loss_fn)
-            return plain
-        is_checked = is_cast  # then all inputs have the compute dtype
+        """Like ``nn.value_and_grad``, with casts and loss scaling."""
+        is_checked = casting.compute_dtype is not None  # then, all inputs are cast
         watch = UpdateWatch()
 
         @wraps(loss_fn)
@@ -64,35 +57,24 @@ class Backward:
             if not is_checked:
                 check_dtypes(model, args, self.warn_once)
                 is_checked = True
-            scale = self._state["scale"] if is_enabled else mx.array(1.0)
-            own = model.trainable_parameters()
-            parameters = leaves(own)
-            cast = casting.cast_parameters(model, own)
+            scale, own = self._state["scale"], model.trainable_parameters()
+            parameters = cast = leaves(own)
+            if casting.compute_dtype is not None:
+                cast = leaves(casting.cast_parameters(model, own))
 
-            def forward(*stand_ins: mx.array) -> Any:
-                model.update(tree_like(own, map(alias_of, stand_ins, parameters)))
-                outputs = loss_fn(*args, **kwargs)
-                end_forward()
-                return outputs
+            def run(*stand_ins: mx.array) -> Any:
+                model.update(tree_like(own, aliases(stand_ins, parameters)))
+                return loss_fn(*args, **kwargs)
 
-            with forward_pass([model], parameters, casting) as end_forward:
-                outputs, gradients = self._vjp(forward, leaves(cast), scale)
-            if is_enabled:
-                watch.look(scale, parameters, self.warn_once)
-                gradients = unscale(gradients, 1.0 / scale)
-            else:
-                pairs = zip(gradients, parameters, strict=True)
-                gradients = [g.astype(x.dtype) for g, x in pairs]
-            return outputs, tree_like(own, gradients)
+            forward = forward_pass([model], parameters, casting)
+            outputs, scaled = self._vjp(run, cast, scale, forward)
+            watch.look(scale, parameters, self.warn_once)
+            return outputs, tree_like(own, unscale(scaled, 1.0 / scale))
 
         return value_and_grad_fn
 
     def scale_loss(
-        self,
-        loss_fn: Callable[..., Any],
-        model: Any,
-        casting: Casting,
-        is_enabled: bool,
+        self, loss_fn: Callable[..., Any], model: Any, casting: Casting
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` to scale its backward pass and unscale the gradients.
 
@@ -103,7 +85,7 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            scale = self._state["scale"] if is_enabled else mx.array(1.0)
+            scale = self._state["scale"]
             flat = tree_flatten((model, args, kwargs), is_leaf=is_opaque)
             models = [x for _, x in flat if isinstance(x, nn.Module)]
             own = [x.trainable_parameters() for x in models]
@@ -111,9 +93,9 @@ class Backward:
             given = {id(x): x for x in (*parameters, *(x for _, x in flat))}
             traced = {i: x for i, x in given.items() if is_traced(x)}
             originals = list(traced.values())
-            outside = _Outside(originals)
+            refuse = _refuse_derivatives_of(originals)
 
-            def forward(*stopped: mx.array) -> Any:
+            def run(*stopped: mx.array) -> Any:
                 stand_ins = dict(zip(traced, stopped, strict=True))
 
                 def replace(x: Any) -> Any:
@@ -121,21 +103,17 @@ class Backward:
 
                 for each, tree in zip(models, own, strict=True):
                     new = casting.cast_parameters(each, tree_map(replace, tree))
-                    each.update(tree_map(alias_of, new, tree))
+                    each.update(tree_like(tree, aliases(leaves(new), leaves(tree))))
                 new_args, new_kwargs = rebuild((args, kwargs), replace)
-                outputs = loss_fn(*new_args, **new_kwargs)
-                end_forward()
-                return outputs
+                return loss_fn(*new_args, **new_kwargs)
 
-            with forward_pass(
-                models, parameters, casting, outside.value
-            ) as end_forward:
-                stopped = list(map(mx.stop_gradient, originals))
-                outputs, scaled = self._vjp(forward, stopped, scale)
+            stopped = list(map(mx.stop_gradient, originals))
+            forward = forward_pass(models, parameters, casting, refuse)
+            outputs, scaled = self._vjp(run, stopped, scale, forward)
             if not originals:
                 return outputs
-            loss = outside.loss(loss_of(outputs), scaled, scale)
-            return _replace_loss(rebuild(outputs, outside.value), loss)
+            loss = _with_gradients(loss_of(outputs), originals, scaled, scale)
+            return _replace_loss(rebuild(outputs, refuse), loss)
 
         return scaled_loss_fn
 
@@ -146,22 +124,28 @@ class Backward:
         return to_float32(output) * self._state["scale"]
 
     def _vjp(
-        self, forward: Callable[..., Any], arrays: list[mx.array], scale: mx.array
+        self,
+        run: Callable[..., Any],
+        arrays: list[mx.array],
+        scale: mx.array,
+        forward: AbstractContextManager[Callable[[], None]],
     ) -> tuple[Any, list[mx.array]]:
         """Return the outputs, with a float32 loss, and the scaled gradients."""
         outputs: list[Any] = []
 
         def loss_fn(*arrays: mx.array) -> mx.array:
-            outputs.append(forward(*arrays))
+            outputs.append(run(*arrays))
+            end_forward()
             loss = loss_of(outputs[0])
             if not self._has_seen_loss:
                 self._check_loss(loss, scale)
             return loss.astype(mx.float32)
 
-        if arrays:
-            (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
-        else:  # mx.vjp would hold the activations
-            loss, gradients = loss_fn(), []
+        with forward as end_forward:
+            if arrays:
+                (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
+            else:  # mx.vjp would hold the activations
+                loss, gradients = loss_fn(), []
         return _replace_loss(outputs.pop(), loss), gradients
 
     def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
@@ -197,57 +181,46 @@ _value = _no_gradient(lambda x, token: x)
 _value.vmap(lambda inputs, axes: (_value(*inputs), axes[0]))
 
 
-class _Outside:
-    """The results of a loss function from ``scale_loss``, for the code that calls it.
+def _refuse_derivatives_of(originals: list[mx.array]) -> Callable[[mx.array], mx.array]:
+    """Return an identity that raises if its result is differentiated by one of these.
 
-    Only the loss has a gradient with respect to the originals, the arrays that are
-    passed to the function. Differentiating any other result raises an error.
+    Not if nobody differentiates, when there are no originals.
     """
+    token = _token(originals)
 
-    def __init__(self, originals: list[mx.array]):
-        self._originals = originals
-        self._token = _token(originals)
-
-    def value(self, x: mx.array) -> mx.array:
-        """Return an array that raises if it is differentiated."""
-        is_differentiable = self._originals and is_floating(x)
-        value: mx.array = _value(x, self._token) if is_differentiable else x
+    def refuse(x: mx.array) -> mx.array:
+        value: mx.array = _value(x, token) if originals and is_floating(x) else x
         return value
 
-    def loss(self, loss: mx.array, scaled: list[mx.array], scale: mx.array) -> mx.array:
-        """Return the loss with these gradients, unscaled, for the originals."""
-
-        def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
-            inverse = each_use(cotangent / scale)
-            return cotangent, list(map(self.value, map(unscale_array, scaled, inverse)))
-
-        identity: Any = mx.custom_function(lambda loss, originals: loss)
-        identity.vjp(vjp)
-        identity.jvp(_refuse)
-        # Without this rule, MLX would put the plain function in place of the identity:
-        # a gradient taken outside mx.vmap would be zero instead of raising.
-        identity.vmap(lambda xs, axes: (_value(xs[0], _token(xs[1])), axes[0]))
-        outer: mx.array = identity(loss, self._originals)
-        return outer
+    return refuse
 
 
-class _Answer(threading.local):
-    is_run = False
+def _with_gradients(
+    loss: mx.array, originals: list[mx.array], scaled: list[mx.array], scale: mx.array
+) -> mx.array:
+    """Return the loss with these gradients, unscaled, for the originals."""
+
+    def vjp(_: Any, cotangent: mx.array, __: Any) -> Any:
+        unscaled = map(unscale_array, scaled, each_use(cotangent / scale))
+        return cotangent, list(map(_refuse_derivatives_of(originals), unscaled))
+
+    identity: Any = mx.custom_function(lambda loss, originals: loss)
+    identity.vjp(vjp)
+    identity.jvp(_refuse)
+    # Without this rule, MLX would put the plain function in place of the identity: a
+    # gradient taken outside mx.vmap would be zero instead of raising.
+    identity.vmap(lambda xs, axes: (_value(xs[0], _token(xs[1])), axes[0]))
+    outer: mx.array = identity(loss, originals)
+    return outer
 
 
-_answer = _Answer()
+_asked = threading.local()
 
 
 @mx.compile
 def _ask(x: mx.array) -> mx.array:
-    _answer.is_run = True
+    _asked.is_run = True
     return x
-
-
-def _runs(x: mx.array) -> bool:
-    _answer.is_run = False
-    _ask(x[(0,) * x.ndim])
-    return _answer.is_run
 
 
 def is_traced(x: Any) -> bool:
@@ -259,7 +232,12 @@ def is_traced(x: Any) -> bool:
         return False
     # MLX runs the Python code of a compiled function again for each tracer, and
     # otherwise only for the first array of a dtype.
-    return not x.size or (_runs(x) and _runs(x))
+    for _ in range(2 if x.size else 0):
+        _asked.is_run = False
+        _ask(x[(0,) * x.ndim])
+        if not _asked.is_run:
+            return False
+    return True
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -295,16 +273,15 @@ def _replace_loss(outputs: Any, loss: mx.array) -> Any:
     return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss
 
 
-def unscale(scaled: list[mx.array], inverse: mx.array) -> list[mx.array]:
+def unscale(scaled: list[mx.array], inverse: mx.array) -> Sequence[mx.array]:
     """Lazily unscale gradients; lazy gradients stay unscaled."""
-    unscaled: list[mx.array] = []
+    gradients, sources = [], []
     for old, x in zip(scaled, _unscale_arrays(scaled, inverse), strict=True):
         known = old.source if isinstance(old, LazyGradient) else None
+        gradients.append(x if known is None else old)
         # Another object, because the user may change the scaled gradient in place.
-        source = known or (old.astype(old.dtype), inverse)
-        gradient = x if known is None else old
-        unscaled.append(alias_of(gradient, source, LazyGradient))
-    return unscaled
+        sources.append(known or (old.astype(old.dtype), inverse))
+    return aliases(gradients, sources, LazyGradient)
 
 
 def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:

@@ -24,13 +24,11 @@ from .optimizers import (
     is_builtin,
     overrides_apply_gradients,
     own_values,
-    paths_of,
     scheduled_values,
     single_optimizers,
     split,
 )
 from .ranks import Ranks
-from .storage import STORAGES, Masters
 from .trees import (
     FLOATING,
     Leaf,
@@ -43,6 +41,7 @@ from .trees import (
     slots,
     snapshot,
     tree_of,
+    walk,
 )
 
 ByPath = dict[str, mx.array]
@@ -53,27 +52,33 @@ class Participant(NamedTuple):
 
     optimizer: Optimizer
     ranks: Ranks
-    # Without master weights, moments are float32.
-    masters: Masters | None = None
-    storage: Storage = STORAGES[32]
+    storage: Storage = Storage()
+    # The state of a wrapper, which has master weights; None without a wrapper.
+    state: dict[str, Any] | None = None
+    clips: bool = False
     # Whether the gradients should come from a scaled loss; it only decides a warning.
     scales_loss: bool = True
-    # The dict with "max_grad_norm" and "grad_norm"; None without clipping.
-    norms: dict[str, Any] | None = None
+
+
+class Row(NamedTuple):
+    """What a step reads for one parameter, besides its moments."""
+
+    gradient: mx.array
+    # Whether the gradient is as the backward pass left it.
+    is_scaled: bool
+    parameter: mx.array
+    stored: Stored
 
 
 class Inputs(NamedTuple):
-    """The arrays that a step reads, by parameter path, and whether to apply it."""
+    """What a step reads: a row for each parameter by path, and scalars."""
 
-    # The update kernel multiplies the scaled gradients by ``inverse``.
-    scaled: ByPath
-    unscaled: ByPath
-    parameters: ByPath
-    stored: dict[str, Stored]
+    rows: dict[str, Row]
+    # What unscales a gradient. The norm, and the factor that clips it, if there is one.
     inverse: mx.array | None
-    # The factor that clips the norm, and the norm; None without clipping.
-    clip: mx.array | None
     norm: mx.array | None
+    clip: mx.array | None
+    # Whether to apply the step.
     applied: mx.array
 
 
@@ -85,47 +90,44 @@ def inspect(
     ``were_finite`` is the flag from an earlier ``unscale_()``, if there was one. A
     gradient that was non-finite then may have been clipped since.
     """
-    ranks, masters, norms = participant.ranks, participant.masters, participant.norms
+    _, ranks, storage, state, clips, _ = participant
     casts_first = fusion.casts_first()
     # The check reads lazy gradients as the backward pass left them, others as they are.
-    sources: ByPath = {}
+    scaled: ByPath = {}
     others: ByPath = {}
-    scaled, unscaled, parameters, stored = {}, {}, {}, {}
+    rows = {}
     inverse = clip = norm = None
     for path, _, _, parameter, gradient in leaves:
         source = gradient.source if isinstance(gradient, LazyGradient) else None
         if source is not None and inverse is None:
             inverse = source[1]
-        if source is not None and source[1] is inverse:
-            sources[path] = source[0]
+        is_scaled = source is not None and source[1] is inverse
+        if source is not None and is_scaled:
+            scaled[path] = source[0]
         else:
             others[path] = gradient
         # Never step integer parameters, even if clipping by hand has made their
         # gradients floating-point.
-        if not FLOATING.issuperset((parameter.dtype, gradient.dtype)):
-            continue
-        parameters[path] = parameter
-        stored[path] = masters.stored(path, parameter) if masters else {}
-        if path in others:
-            unscaled[path] = gradient
-        elif casts_first and sources[path].dtype in HALF:
-            unscaled[path] = fusion.end_kernel(gradient)
-        else:
-            scaled[path] = sources[path]
-    if norms is None:
-        found = list(sources.values()), inverse, list(others.values())
+        if FLOATING.issuperset((parameter.dtype, gradient.dtype)):
+            stored = storage.get(state, path, parameter) if state else {}
+            if is_scaled and casts_first and scaled[path].dtype in HALF:
+                gradient, is_scaled = fusion.end_kernel(gradient), False
+            given = scaled[path] if is_scaled else gradient
+            rows[path] = Row(given, is_scaled, parameter, stored)
+    if state is None or not clips:
+        found = [*scaled.values()], inverse, [*others.values()]
         applied = all_finite_times(*found)
     else:
         # One pass computes both the norm and the finite flag. Clipping works as in
         # mlx.optimizers.clip_grad_norm.
-        norm = ranks.norm(sources, inverse, others)
-        clip = mx.minimum(norms["max_grad_norm"] / (norm + 1e-6), 1.0)
+        norm = ranks.norm(scaled, inverse, others)
+        clip = mx.minimum(state["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
     if were_finite is not None:  # on this rank, before averaging
         applied = ranks.agree(applied & were_finite)
-    elif norms is None and not ranks.decide_alike:
+    elif not clips and not ranks.decide_alike:
         applied = ranks.agree(applied)
-    return Inputs(scaled, unscaled, parameters, stored, inverse, clip, norm, applied)
+    return Inputs(rows, inverse, norm, clip, applied)
 
 
 def update_parameter(
@@ -212,10 +214,11 @@ def plan(
     third-party optimizer changes its own state.
     """
     writes: Writes = []
-    if participant.norms is not None:
-        writes.append((participant.norms, "grad_norm", inputs.norm))
+    state = participant.state
+    if state is not None and participant.clips:
+        writes.append((state, "grad_norm", inputs.norm))
     new: dict[str, tuple[mx.array, Stored]] = {}
-    if inputs.parameters:
+    if inputs.rows:
         applied = None if is_builtin(participant.optimizer) else read(inputs.applied)
         if applied is None:  # one of MLX's own optimizers, or inside mx.compile
             new = _step_on_device(participant, gradients, inputs, writes)
@@ -225,7 +228,7 @@ def plan(
     for path, (parameter, stored) in new.items():
         parameters[path] = parameter
         for name, x in stored.items():
-            writes.append((participant.masters.state[name], path, x))  # type: ignore[union-attr]
+            writes.append((state[name], path, x))  # type: ignore[index]
     return parameters, writes
 
 
@@ -233,31 +236,31 @@ def _step_on_device(
     participant: Participant, gradients: Any, inputs: Inputs, writes: Writes
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Update all parameters, and plan the writes to the optimizer's state."""
-    optimizer = participant.optimizer
-    parts = single_optimizers(optimizer)
-    paths: list[list[str]] = []
-    moments: dict[str, Any] = {}
-    for part, places in zip(parts, paths_of(optimizer, gradients), strict=True):
-        paths.append([])
-        for path, place in places.items():
-            if path in inputs.parameters:
-                paths[-1].append(path)
+    optimizer, storage = participant.optimizer, participant.storage
+    parts, values, scheduled = [], [], []
+    moments: list[dict[str, Any]] = []
+    for part, tree in split(optimizer, gradients):
+        parts.append(part)
+        values.append(own_values(part))
+        scheduled.append(scheduled_values(part))
+        moments.append({})
+        for (keys, _, _), _ in walk(tree):
+            path = ".".join(map(str, keys))
+            if path in inputs.rows:
                 try:
-                    moments[path] = get_at(place, part.state)
+                    moments[-1][path] = get_at(keys, part.state)
                 except (KeyError, IndexError) as error:
                     raise _failure(path, error) from error
-    values = list(map(own_values, parts))
     found = slots(moments)
-    run: Callable[..., Any] = partial(_run, participant.storage, paths)
+    run: Callable[..., Any] = partial(_run, storage)
     if is_builtin(optimizer):
         # Arrays are passed by position, so another order needs a new trace.
-        order: list[Any] = [list(map(itemgetter(0), found)), list(map(list, values))]
-        order += [paths, list(inputs.scaled), list(inputs.unscaled)]
-        run = autocompiled(run, optimizer, (order, participant.storage))
+        order = list(map(itemgetter(0), found)), list(map(list, values))
+        run = autocompiled(run, optimizer, (order, list(inputs.rows), storage))
     else:
         run = partial(run, optimizer)
     new: dict[str, tuple[mx.array, Stored]]
-    new, selected, others = run(inputs, moments, values, scheduled_values(optimizer))
+    new, selected, others = run(inputs, moments, values, scheduled)
     for (_, box, key), x in zip(found, selected, strict=True):
         writes.append((box, key, x))
     for part, changed in zip(parts, others, strict=True):
@@ -267,10 +270,9 @@ def _step_on_device(
 
 def _run(
     storage: Storage,
-    paths: list[list[str]],
     optimizer: Optimizer,
     inputs: Inputs,
-    moments: dict[str, Any],
+    moments: list[dict[str, Any]],
     values: list[dict[str, Any]],
     scheduled: list[dict[str, mx.array]],
 ) -> tuple[
@@ -278,46 +280,39 @@ def _run(
 ]:
     """Return all parameters, all moments in order, and what else is in the states.
 
-    ``paths``, ``values`` and ``scheduled`` have an entry for each single optimizer.
+    The lists have an entry for each single optimizer.
     """
-    inputs = Inputs(*inputs)  # mx.compile passes a plain tuple
-    unscale = _unscaler(inputs, all(len(own) == 1 for own in moments.values()))
+    inputs = Inputs(*inputs)  # mx.compile passes plain tuples
+    has_one_moment = all(len(x) == 1 for own in moments for x in own.values())
+    unscale = _unscaler(inputs, has_one_moment)
     done: list[mx.array] = []
-
-    def wait(x: Any) -> Any:
-        # MLX evaluates breadth first. If parameters did not wait for each other, the
-        # new arrays of many of them would be in memory beside the old ones.
-        return mx.depends(x, done) if done and isinstance(x, mx.array) else x
-
     # A parameter and its moments share a flag, so that their kernel reads only one.
     flags = fusion.each_use(inputs.applied)
     dithers = [fusion.each_use(x) for x in storage.dither(values[0]["step"] + 1)]
-    new, changed, others = {}, {}, []
-    parts = zip(single_optimizers(optimizer), paths, values, scheduled, strict=True)
+    new, changed, others = {}, [], []
+    parts = zip(single_optimizers(optimizer), moments, values, scheduled, strict=True)
     for part, own, old, at_this_step in parts:
         if overrides_apply_gradients(part):
             _refuse_to_compile(part)
-        given = {key: _alias(x) for key, x in old.items()}
-        with advance(part, given | at_this_step):
-            for path in own:
-                gradient = unscale(path, wait)
+        aliases = {key: _alias(x) for key, x in old.items()}
+        with advance(part, aliases | at_this_step):
+            for path, state in own.items():
+                row = Row(*inputs.rows[path])
+                arrays = row.gradient, row.parameter, row.stored, state
+                given, *before = fusion.after(done, arrays)
+                gradient = unscale(given, row.is_scaled)
                 if not is_builtin(part):
                     # If the step is skipped: an SVD, for example, may raise on NaN.
                     gradient = mx.where(inputs.applied, gradient, 0)
+                flag, dither = next(flags), tuple(map(next, dithers))
                 try:
-                    weight, stored, changed[path] = update_parameter(
-                        part,
-                        storage,
-                        next(flags),
-                        tuple(map(next, dithers)),
-                        gradient,
-                        wait(inputs.parameters[path]),
-                        tree_map(wait, inputs.stored[path]),
-                        tree_map(wait, moments[path]),
+                    weight, stored, new_moments = update_parameter(
+                        part, storage, flag, dither, gradient, *before
                     )
                 except (KeyError, IndexError, ValueError) as error:
                     raise _failure(path, error) from error
                 new[path] = weight, stored
+                changed += new_moments
                 # Only the root of the kernel: another consumer would split it.
                 done = [weight]
             now = own_values(part)
@@ -326,11 +321,10 @@ def _run(
             {
                 key: mx.where(inputs.applied, now[key], x)
                 for key, x in old.items()
-                if isinstance(x, mx.array) and now[key] is not given[key]
+                if isinstance(x, mx.array) and now[key] is not aliases[key]
             }
         )
-    in_order = [x for path in moments for x in changed[path]]
-    return new, in_order, others
+    return new, changed, others
 
 
 def _step_on_host(
@@ -341,23 +335,22 @@ def _step_on_host(
     saved = snapshot(optimizer.state)
     # An optimizer may change an array in place before it raises.
     commit((box, key, _alias(box[key])) for _, box, key in slots(optimizer.state))
-    masters = {
-        path: _alias(storage.join(parameter, inputs.stored[path]).master)
-        for path, parameter in inputs.parameters.items()
-    }
     unscale = _unscaler(inputs)
+    masters, unscaled = {}, {}
+    for path, row in inputs.rows.items():
+        masters[path] = _alias(storage.join(row.parameter, row.stored).master)
+        unscaled[path] = unscale(row.gradient, row.is_scaled)
     full = tree_of(masters, gradients)
-    unscaled = tree_of({path: unscale(path) for path in inputs.parameters}, gradients)
     new = {}
     try:
         # Step each optimizer separately and join by path: tree_merge in
         # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-        for part, own in split(optimizer, unscaled):
+        for part, own in split(optimizer, tree_of(unscaled, gradients)):
             for path, x in flatten(part.apply_gradients(own, full)):
-                parameter, stored = inputs.parameters[path], inputs.stored[path]
-                _check_shape("the parameter", parameter, x)
-                rounded = x.astype(parameter.dtype)
-                stored = storage.split(to_float32(x), rounded) if stored else {}
+                row = inputs.rows[path]
+                _check_shape("the parameter", row.parameter, x)
+                rounded = x.astype(row.parameter.dtype)
+                stored = storage.split(to_float32(x), rounded) if row.stored else {}
                 new[path] = rounded, stored
     except BaseException as error:
         restore(saved)
@@ -376,27 +369,18 @@ def _failure(path: str, error: Exception) -> ValueError:
     )
 
 
-def _unscaler(inputs: Inputs, has_one_moment: bool = False) -> Callable[..., mx.array]:
-    """Return a function that unscales and clips the gradient of a path, in float32.
-
-    The function's second argument is applied to the gradient before it is unscaled.
-    """
+def _unscaler(
+    inputs: Inputs, has_one_moment: bool = False
+) -> Callable[[mx.array, bool], mx.array]:
+    """Return a function that clips a gradient and, if it is scaled, unscales it."""
     inverse, clip = inputs.inverse, inputs.clip
-    factor = inverse * clip if inverse is not None and clip is not None else inverse
-    factors = [
-        None if each is None else fusion.factors(each, has_one_moment)
-        for each in (factor, clip)
-    ]
+    both = inverse * clip if inverse is not None and clip is not None else inverse
+    factors = [fusion.factors(x, has_one_moment) for x in (clip, both)]
 
-    def unscale(
-        path: str, before: Callable[[mx.array], mx.array] = lambda x: x
-    ) -> mx.array:
-        is_unscaled = path in inputs.unscaled
-        given = inputs.unscaled if is_unscaled else inputs.scaled
-        g = to_float32(before(given[path]))
-        each = factors[is_unscaled]
-        if each is None:
+    def unscale(gradient: mx.array, is_scaled: bool) -> mx.array:
+        g, factor = to_float32(gradient), next(factors[is_scaled])
+        if factor is None:
             return g
-        return g * mx.broadcast_to(next(each), g.shape).astype(mx.float32)
+        return g * mx.broadcast_to(factor, g.shape).astype(mx.float32)
 
     return unscale

@@ -15,12 +15,11 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map_with_path
 
 from .guard import Participant
-from .masters import HALF
+from .masters import HALF, Storage
 from .optimizers import check_supported, initialize, is_builtin, single_optimizers
 from .ranks import Ranks, Sharded
 from .scaler import GradScaler
-from .state import State, adapt_bits, flat, parse, put, replace, take
-from .storage import STORAGES, Masters
+from .state import STORAGES, State, load, parse, take, wait
 from .trees import flatten, match, read, restore, snapshot
 
 
@@ -68,6 +67,7 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     _scales_loss = False
+    _scaler: GradScaler
 
     def __init__(
         self,
@@ -79,41 +79,31 @@ class MasterWeightOptimizer(Optimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
-        scaler = GradScaler(1.0, dynamic=False)
-        norm, ranks = max_grad_norm, (group, average, sharded)
-        self._start(optimizer, scaler, norm, state_bits, *ranks)
-
-    def _start(
-        self,
-        optimizer: Optimizer,
-        scaler: GradScaler,
-        max_grad_norm: float | None,
-        state_bits: int,
-        group: mx.distributed.Group | None,
-        average: bool,
-        sharded: Sharded | None,
-    ) -> None:
         check_supported(optimizer)
-        if max_grad_norm is not None:
+        self._clips = max_grad_norm is not None
+        if self._clips:
             _check_norm(max_grad_norm)
         _check_state_bits(state_bits, optimizer)
         super().__init__()  # type: ignore[no-untyped-call]
+        if not self._scales_loss:
+            self._scaler = GradScaler(1.0, dynamic=False)
         self.optimizer = optimizer
-        self._scaler = scaler
-        self._clips = max_grad_norm is not None
-        group = scaler.group if group is None else group
+        group = self._scaler.group if group is None else group
         self._ranks = Ranks(group, average, sharded, self._clips)
-        self._masters = Masters(state_bits)
+        self._state_bits = state_bits
+        # The state is made of the dicts that each part uses itself.
+        entries = {"optimizer": optimizer.state, "scaler": self._scaler.state}
+        entries |= {"grad_norm": mx.array(0.0)}
+        entries |= {"max_grad_norm": mx.array(float(max_grad_norm or "inf"))}
+        self._state: State = State(optimizer, self._storage.names, entries)
+        self._state.remove_masters()
         # Whether a loaded state waits for init().
         self._is_waiting = False
-        limit = mx.array(float(max_grad_norm or "inf"))
-        self._share_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
 
-    def _share_state(self, norms: dict[str, mx.array]) -> None:
-        """Make the state from the dicts of all parts."""
-        parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
-        entries = parts | self._masters.state | norms
-        self._state: State = State(self.optimizer, entries)
+    @property
+    def _storage(self) -> Storage:
+        """How master weights and moments are stored."""
+        return STORAGES[self._state_bits]
 
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -145,34 +135,21 @@ class MasterWeightOptimizer(Optimizer):
             settings = self.scaler.state_dict() | {"max_grad_norm": self.max_grad_norm}
             settings["state_bits"] = self._state_bits
             self._ranks.compare(parameters, self.optimizer, settings)
-        before = snapshot(self.state)
+        before, storage = snapshot(self.state), self._storage
         try:
             loaded = take(self.state) if self._is_waiting else None
-            initialize(self.optimizer, parameters, self._masters.storage)
+            initialize(self.optimizer, parameters, storage)
             weights = dict(flatten(parameters))
             for path, x in weights.items():
-                if x.dtype in HALF and not self._masters.has(path):
-                    self._masters.set(path, x, x)
-            if loaded is not None and not self._replace(loaded, weights):
-                # Lists in a third-party optimizer's saved state may be incomplete.
-                initialize(self.optimizer, parameters, self._masters.storage)
+                if x.dtype in HALF and not storage.has(self._state, path):
+                    storage.put(self._state, path, x, x)
+            if loaded is not None:
+                load(self.state, loaded, self._state_bits, weights)
         except BaseException:
             restore(before)
             raise
         self._is_waiting, self._initialized = False, True
         self._evaluate()
-
-    def _replace(
-        self, loaded: dict[str, Any], weights: dict[str, mx.array] | None
-    ) -> bool:
-        """Load a state; return whether it is complete. Decoding needs the weights."""
-        own, bits = flat(self.state), self._state_bits
-        adapted = adapt_bits(loaded, own, self.optimizer, bits, weights)
-        if adapted is not None:
-            return replace(self.state, adapted)
-        put(self.state, loaded)
-        self._is_waiting = True
-        return False
 
     def _evaluate(self) -> None:
         # Now, because MLX cannot evaluate a lazy array in another thread.
@@ -199,7 +176,7 @@ class MasterWeightOptimizer(Optimizer):
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``gradients``.
         """
-        return self._scaler._apply(self, gradients, parameters, is_last=True)
+        return self._scaler._step(self, gradients, parameters, is_last=True)
 
     def _participant(self, scaler: GradScaler) -> Participant:
         """Describe this optimizer to its scaler; raise if it has another one."""
@@ -212,15 +189,11 @@ class MasterWeightOptimizer(Optimizer):
         return Participant(
             self.optimizer,
             self._ranks,
-            masters=self._masters,
-            storage=self._masters.storage,
+            self._storage,
+            self._state,
+            clips=self._clips,
             scales_loss=self._scales_loss,
-            norms=self._state if self._clips else None,
         )
-
-    @property
-    def _state_bits(self) -> int:
-        return self._masters.state_bits
 
     @property
     def scaler(self) -> GradScaler:
@@ -261,7 +234,13 @@ class MasterWeightOptimizer(Optimizer):
         If a weight was replaced after a step, the result is at most half a unit in the
         last place from the new weight.
         """
-        return tree_map_with_path(self._masters.master_of, parameters)
+        storage, state = self._storage, self._state
+
+        def master_of(path: str, x: mx.array) -> mx.array:
+            stored = storage.get(state, path, x) if storage.has(state, path) else {}
+            return storage.join(x, stored).master
+
+        return tree_map_with_path(master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:
         """Replace the master weights of half-precision parameters.
@@ -275,7 +254,7 @@ class MasterWeightOptimizer(Optimizer):
         found = match(masters, parameters, "master weight")
         found = [leaf for leaf in found if leaf.parameter.dtype in HALF]
         if self._initialized:
-            found = [leaf for leaf in found if self._masters.has(leaf.path)]
+            found = [x for x in found if self._storage.has(self._state, x.path)]
         for path, _, _, weight, master in found:
             rounded = master.astype(mx.float32).astype(weight.dtype)
             if not mx.array_equal(rounded, weight, equal_nan=True):
@@ -284,7 +263,7 @@ class MasterWeightOptimizer(Optimizer):
                     "Set the parameter first, or leave out its master weights."
                 )
         for path, _, _, weight, master in found:
-            self._masters.set(path, master, weight)
+            self._storage.put(self._state, path, master, weight)
         self._evaluate()
 
     @property
@@ -308,25 +287,20 @@ class MasterWeightOptimizer(Optimizer):
         if state in ({}, []):
             state = self.state.emptied()
         if isinstance(state, State) and state.owner is self.optimizer:
-            self._attach(state)
+            if state is not self._state:  # one that this optimizer had earlier
+                state["max_grad_norm"] = self._state["max_grad_norm"]
+                self._state = state
+                self._is_waiting = self._initialized = False
+                self.optimizer.state = state["optimizer"]
             return
         loaded, fields = parse(state, self.state)
         if self._initialized:
-            self._initialized = self._replace(loaded, None)
-        else:
-            put(self.state, loaded)
+            self._initialized = load(self.state, loaded, self._state_bits, None)
+        if not self._initialized:
+            wait(self.state, loaded)
             self._is_waiting = True
         self.scaler._replace(fields)
         self._evaluate()
-
-    def _attach(self, state: State) -> None:
-        """Use a state that this optimizer had earlier, or an emptied one."""
-        if state is not self._state:
-            state["max_grad_norm"] = self._state["max_grad_norm"]
-            self._state = state
-            self._masters.state = {name: state[name] for name in self._masters.state}
-            self.optimizer.state = state["optimizer"]
-            self._is_waiting = self._initialized = False  # init() keeps this state
 
     def __repr__(self) -> str:
         parts = [type(self.optimizer).__name__]
@@ -344,13 +318,11 @@ class MasterWeightOptimizer(Optimizer):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        norms = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
-        return vars(self) | {"_state": norms}
+        return vars(self) | {"_state": dict(self.state)}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled)
-        # Share the dicts of the optimizer, the scaler and the master weights.
-        self._share_state(pickled["_state"])
+        self._state = State(self.optimizer, self._storage.names, pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "optimizer" not in vars(self):
@@ -415,9 +387,15 @@ class LossScaleOptimizer(MasterWeightOptimizer):
     ):
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
-        scaler = GradScaler() if scaler is None else scaler
-        norm, ranks = max_grad_norm, (group, average, sharded)
-        self._start(optimizer, scaler, norm, state_bits, *ranks)
+        self._scaler = GradScaler() if scaler is None else scaler
+        super().__init__(
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            state_bits=state_bits,
+            group=group,
+            average=average,
+            sharded=sharded,
+        )
 
 
 def _check_state_bits(state_bits: Any, optimizer: Optimizer) -> None:

@@ -4,11 +4,11 @@ No other file in the core uses private attributes of the optimizers that it step
 MLX renames one, tests/core/test_structure.py fails.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 import numpy as np
@@ -18,8 +18,6 @@ from mlx.utils import tree_map
 from .masters import Storage, to_float32
 from .trees import CONTAINERS, get_at, is_floating, slots, walk
 
-# The keys that lead to an array in a tree.
-Path = tuple[Any, ...]
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
 _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
@@ -83,16 +81,6 @@ def split(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
-def paths_of(optimizer: Optimizer, tree: Any) -> list[dict[str, Path]]:
-    """Return the paths that each single optimizer updates, dotted and as tuples."""
-    found: list[dict[str, Path]] = []
-    for _, part in split(optimizer, tree):
-        found.append({})
-        for (path, _, _), _ in walk(part):
-            found[-1][".".join(map(str, path))] = path
-    return found
-
-
 def needs_init(optimizer: Optimizer) -> bool:
     """Return whether an optimizer, or one in a ``MultiOptimizer``, is uninitialized."""
     return any(not part._initialized for part in single_optimizers(optimizer))
@@ -125,27 +113,20 @@ def initialize(optimizer: Optimizer, parameters: Any, storage: Storage) -> None:
                 moments.update(storage.encode(part, parameter.shape, moments).moments)
 
 
-def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
-    """Return this step's scheduled values, such as learning rates, per optimizer.
+def scheduled_values(optimizer: Optimizer) -> dict[str, mx.array]:
+    """Return this step's scheduled values, such as the learning rate.
 
     They are computed outside the compiled function, because a schedule is Python code
     and may depend on anything.
     """
-    values: list[dict[str, mx.array]] = []
-    for part in single_optimizers(optimizer):
-        values.append({})
-        for name, schedule in part._schedulers.items():
-            values[-1][name] = mx.array(schedule(part.step))
-    return values
+    schedules = optimizer._schedulers.items()
+    return {name: mx.array(schedule(optimizer.step)) for name, schedule in schedules}
 
 
 def own_values(optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of an optimizer's state that belongs to no parameter."""
-    values = {}
-    for key, x in optimizer.state.items():
-        if not isinstance(x, CONTAINERS):
-            values[key] = x
-    return values
+    state = optimizer.state.items()
+    return {key: x for key, x in state if not isinstance(x, CONTAINERS)}
 
 
 @contextmanager
@@ -169,25 +150,15 @@ def overrides_apply_gradients(optimizer: Optimizer) -> bool:
     return method is not Optimizer.apply_gradients
 
 
-class _LastStep(NamedTuple):
-    """The settings of an optimizer's last step, and the function compiled for them."""
-
-    settings: Any
-    # True if they differ from the previous step's, or this is the first step.
-    is_changed: bool
-    compiled: Callable[..., Any] | None
-    # Weak: nothing here may keep an optimizer, or a model in its closures, alive.
-    optimizer: Any
-
-
-# By the id of the optimizer, because one that defines equality is unhashable.
-_last_steps: dict[int, _LastStep] = {}
+# The settings of the last step of each optimizer, whether they differed from those of
+# the step before, and the function compiled for them.
+_last_steps: WeakKeyDictionary[Optimizer, tuple[Any, bool, Any]] = WeakKeyDictionary()
 
 
 def autocompiled(
     run: Callable[..., Any], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return ``run`` for an optimizer, compiled if its settings allow it.
+    """Return ``run`` for one of MLX's optimizers, compiled if its settings allow it.
 
     The function is compiled from the first step on: a compiled step may round
     differently, and a resumed run must be bit-identical to an uninterrupted one. It is
@@ -198,16 +169,15 @@ def autocompiled(
     settings = fingerprint(optimizer, structure)
     if settings is None:
         return partial(run, optimizer)
-    last = _last_steps.get(id(optimizer))
-    is_changed = last is None or last.settings != settings
-    compiled = None if last is None or is_changed else last.compiled
-    keeps_changing = last is not None and last.is_changed and is_changed
-    if compiled is None and not keeps_changing:
-        owner = weakref.ref(optimizer)
-        compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
-    if last is None or last.is_changed or is_changed:
-        own = weakref.ref(optimizer, partial(_last_steps.pop, id(optimizer)))
-        _last_steps[id(optimizer)] = _LastStep(settings, is_changed, compiled, own)
+    old, was_changed, compiled = _last_steps.get(optimizer, (None, False, None))
+    is_changed = settings != old
+    if is_changed or compiled is None:
+        compiled = None
+        if not (is_changed and was_changed):
+            # Weak, because the cache must not keep the optimizer alive.
+            owner = ref(optimizer)
+            compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
+    _last_steps[optimizer] = settings, is_changed, compiled
     return compiled or partial(run, optimizer)
 
 

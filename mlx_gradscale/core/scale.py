@@ -120,21 +120,24 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
     """Clamp a new scale. If it is invalid, raise or, for an array, keep the old one."""
-    if isinstance(value, mx.array) and value.size == 1 and value.dtype != mx.bool_:
-        scale = value.astype(mx.float32).reshape(())
-        is_valid = mx.isfinite(scale) & (scale > 0)
-        clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
-        return mx.where(is_valid, clamped, state["scale"])
-    number = _clamp_number(_as_number(value))
-    _check_field("scale", number, "new_scale")
-    return mx.clip(mx.array(float(number)), state["min_scale"], state["max_scale"])
+    is_array = isinstance(value, mx.array) and value.size == 1
+    if not is_array or value.dtype == mx.bool_:
+        number = _clamp_number(_as_number(value))
+        _check_field("scale", number, "new_scale")
+        value = mx.array(float(number))
+    scale = value.astype(mx.float32).reshape(())
+    clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
+    return mx.where(mx.isfinite(scale) & (scale > 0), clamped, state["scale"])
 
 
-def as_array(name: str, value: Any) -> mx.array:
-    """Convert the value of a field to a 0-d array."""
-    dtype = FIELDS[name][0]
-    # MLX does not accept Python ints of 64 bits or more.
-    return mx.array(float(value) if dtype == mx.float32 else value, dtype)
+def as_arrays(values: dict[str, Any]) -> dict[str, mx.array]:
+    """Convert the values of fields to 0-d arrays."""
+    arrays = {}
+    for name, x in values.items():
+        dtype = FIELDS[name][0]
+        # MLX does not accept Python ints of 64 bits or more.
+        arrays[name] = mx.array(float(x) if dtype == mx.float32 else x, dtype)
+    return arrays
 
 
 def read(state: dict[str, mx.array]) -> dict[str, Any]:
@@ -195,15 +198,6 @@ def _check_field(name: str, value: Any, label: str) -> None:
         raise ValueError(f"{label} must be {limits}, got {value}.")
 
 
-def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
-    """Clamp the scales and trackers among loaded values; raise if one is invalid."""
-    values = values | {name: _clamp_number(values[name]) for name in _SCALES}
-    check(values)
-    # One more step must not wrap a tracker.
-    trackers = ("growth_tracker", "backoff_tracker")
-    return values | {name: min(values[name], _MOST - 1) for name in trackers}
-
-
 def _clamp_number(x: Any) -> Any:
     # A scale from PyTorch may be as large as 2**127. Other values fail the check.
     is_number = isinstance(x, _TYPES[mx.float32][0]) and not isinstance(x, bool)
@@ -241,7 +235,12 @@ def from_state_dict(state_dict: Any, current: dict[str, Any]) -> dict[str, Any]:
     fresh = {name: DEFAULTS[name] for name in VALUES}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
     own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
-    return clamp_and_check(current | fresh | given | own)
+    values = current | fresh | given | own
+    values |= {name: _clamp_number(values[name]) for name in _SCALES}
+    check(values)
+    # One more step must not wrap a tracker.
+    trackers = ("growth_tracker", "backoff_tracker")
+    return values | {name: min(values[name], _MOST - 1) for name in trackers}
 
 
 def _as_number(value: Any) -> Any:

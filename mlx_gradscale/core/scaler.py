@@ -1,8 +1,9 @@
 """``GradScaler``: PyTorch's loss scaler for MLX, without host syncs."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import deepcopy
 from functools import reduce
 from itertools import repeat
 from operator import attrgetter
@@ -23,7 +24,7 @@ from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, is_wrapper, needs_init
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, has_floating, match, read, tree_of
+from .trees import FLOATING, Leaf, Writes, commit, match, read, tree_of
 
 _START_AFRESH = (
     "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
@@ -41,13 +42,20 @@ class _Stage(NamedTuple):
     finite: mx.array | None
 
 
-class _Noted(NamedTuple):
-    """The scale that scale() used, and what one iteration has made of it since."""
+class _Scaled(NamedTuple):
+    """The scale that :meth:`GradScaler.scale` has multiplied by in this iteration.
 
-    used: mx.array | None = None
-    latest: mx.array | None = None
-    # The ids of the optimizers whose update() has changed it.
-    stepped: frozenset[int] = frozenset()
+    If wrappers share a scaler, the ``update()`` of one may change the scale before
+    another one steps with gradients that have the old scale.
+    """
+
+    by: mx.array | None = None
+    # The scale after those updates. If the state has another array, a load or
+    # mx.compile has replaced it, and gradients have the present scale.
+    now: mx.array | None = None
+    # The ids of the optimizers that have updated. Their next gradients belong to the
+    # next iteration, even if mx.compile does not call scale() again.
+    updated: frozenset[int] = frozenset()
 
 
 class _State(dict[str, mx.array]):
@@ -142,21 +150,16 @@ class GradScaler:
         }
         rule.check(values, "init_scale")
         self._enabled = bool(enabled)
+        if not enabled:
+            values |= {"scale": 1.0, "dynamic": False}
         self._ranks = Ranks(group)
         self._mode: str | None = None
         self._state = _State()
-        self._begin()
-        self._fill(rule.DEFAULTS | values)
-
-    def _begin(self) -> None:
-        """Create the attributes that are neither copied nor pickled."""
-        self._backward = Backward(self._state)
         self._stages = self._state.stages
+        self._backward = Backward(self._state)
         self._skip_watch = SkipWatch()
-        self._noted = _Noted()
-
-    def _fill(self, values: dict[str, Any]) -> None:
-        self._replace({name: rule.as_array(name, x) for name, x in values.items()})
+        self._scaled = _Scaled()
+        self._replace(rule.as_arrays(rule.DEFAULTS | values))
 
     def _replace(self, fields: dict[str, mx.array]) -> None:
         """Replace the arrays of the state, unless the scaler is disabled."""
@@ -228,9 +231,13 @@ class GradScaler:
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
         check_loss_fn(loss_fn)
-        if self._enabled:
-            self._set_mode(_UNSCALED)
-        return self._backward.value_and_grad(model, loss_fn, casting, self._enabled)
+        if not self._enabled:
+            passed_through: Callable[..., Any] = nn.value_and_grad(
+                model, self._scale_loss(loss_fn, model, casting)
+            )
+            return passed_through
+        self._set_mode(_UNSCALED)
+        return self._backward.value_and_grad(model, loss_fn, casting)
 
     def scale_loss(
         self,
@@ -268,11 +275,16 @@ class GradScaler:
         casting = Casting(compute_dtype)
         casting.check()
         check_loss_fn(loss_fn)
-        if not self._enabled and compute_dtype is None:
-            return loss_fn
+        return self._scale_loss(loss_fn, model, casting)
+
+    def _scale_loss(
+        self, loss_fn: Callable[..., Any], model: Any, casting: Casting
+    ) -> Callable[..., Any]:
         if self._enabled:
             self._set_mode(_UNSCALED)
-        return self._backward.scale_loss(loss_fn, model, casting, self._enabled)
+        elif casting.compute_dtype is None:
+            return loss_fn
+        return self._backward.scale_loss(loss_fn, model, casting)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply each array of a tree, usually the loss, by the scale in float32.
@@ -290,21 +302,16 @@ class GradScaler:
             return outputs
         arrays(outputs)
         self._set_mode(_SCALED)
-        self._noted = _Noted(self._state["scale"], self._state["scale"])
+        self._scaled = _Scaled(by=self._state["scale"], now=self._state["scale"])
         return tree_map(self._backward.scaled, outputs)
 
     def _inverse(self, optimizer: Optimizer) -> mx.array:
-        """Return 1 / scale, for the scale that :meth:`scale` has multiplied by.
-
-        In this iteration, another optimizer's ``update()`` may have changed the scale
-        since then. If anything else has replaced it, such as a load, or a function of
-        ``mx.compile`` that has begun or ended, the present scale is used.
-        """
-        used, latest, stepped = self._noted
+        """Return 1 / scale, for the scale of the gradients that an optimizer gets."""
+        by, now, updated = self._scaled
         present = self._state["scale"]
-        if used is None or latest is not present or id(optimizer) in stepped:
-            used = present
-        return 1.0 / used
+        if by is None or now is not present or id(optimizer) in updated:
+            by = present
+        return 1.0 / by
 
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
@@ -388,7 +395,7 @@ class GradScaler:
             >>> scaler.step(optimizer, model, grads)
             array(False, dtype=bool)
         """
-        return self._step(optimizer, model, grads, is_last=False)
+        return self._step_model(optimizer, model, grads, is_last=False)
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Like :meth:`step`, but take and return a tree of parameters.
@@ -396,11 +403,11 @@ class GradScaler:
         ``parameters`` must contain every parameter that has a gradient. The returned
         tree has the structure of ``grads``.
         """
-        return self._apply(optimizer, grads, parameters, is_last=False)
+        return self._step(optimizer, grads, parameters, is_last=False)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
-        return self._step(optimizer, model, grads, is_last=True)
+        return self._step_model(optimizer, model, grads, is_last=True)
 
     def _participant(self, optimizer: Any) -> Participant:
         if is_wrapper(optimizer):
@@ -409,42 +416,32 @@ class GradScaler:
         check_supported(optimizer)
         return Participant(optimizer, self._ranks)
 
-    def _step(
+    def _step_model(
         self, optimizer: Any, model: nn.Module, grads: Any, is_last: bool
     ) -> mx.array:
-        """Update a model and, if ``is_last``, the scale."""
         _check_model(model, "apply_gradients()")
-        if not self._enabled and not is_wrapper(optimizer):
-            optimizer.update(model, grads)
-            return self._state["last_step_applied"]
-        leaves, new, writes = self._plan(optimizer, grads, model, is_last)
-        for leaf in leaves:
-            if leaf.path in new:
-                writes.append((leaf.container, leaf.key, new[leaf.path]))
-        commit(writes)
-        if is_last:
-            self._end_iteration()
+        self._step(optimizer, grads, model, is_last, in_place=True)
         return self._state["last_step_applied"]
 
-    def _apply(self, optimizer: Any, grads: Any, parameters: Any, is_last: bool) -> Any:
-        """Return a tree of new parameters and, if ``is_last``, update the scale."""
-        if not self._enabled and not is_wrapper(optimizer):
-            return optimizer.apply_gradients(grads, parameters)
-        leaves, new, writes = self._plan(optimizer, grads, parameters, is_last)
-        commit(writes)
-        if is_last:
-            self._end_iteration()
-        return tree_of({x.path: x.parameter for x in leaves} | new, grads)
+    def _step(
+        self,
+        optimizer: Any,
+        grads: Any,
+        parameters: Any,
+        is_last: bool,
+        in_place: bool = False,
+    ) -> Any:
+        """Update parameters, in a new tree or in place, and the scale if ``is_last``.
 
-    def _plan(
-        self, optimizer: Any, grads: Any, parameters: Any, is_last: bool
-    ) -> tuple[list[Leaf], dict[str, mx.array], Writes]:
-        """Plan a step and, if ``is_last``, an update of the scale.
-
-        Return the gradients with their parameters, the new parameters by path, and the
-        writes to the state of the optimizer and the scaler.
+        Nothing is written before the commit, except that an optimizer without state is
+        initialized.
         """
+        if not self._enabled and not is_wrapper(optimizer):
+            if in_place:
+                return optimizer.update(parameters, grads)
+            return optimizer.apply_gradients(grads, parameters)
         participant = self._participant(optimizer)
+        storage, ranks = participant.storage, participant.ranks
         stage = self._stages.get(id(optimizer))
         if stage and stage.finite is None:
             raise RuntimeError(
@@ -453,16 +450,13 @@ class GradScaler:
                 f"call update() in the same function. {_START_AFRESH}"
             )
         leaves = match(grads, parameters)
-        if self._mode == _SCALED and not stage and leaves:
-            scaled = [leaf.gradient for leaf in leaves]
-            unscaled = unscale(scaled, self._inverse(optimizer))
-            pairs = zip(leaves, unscaled, strict=True)
-            leaves = [leaf._replace(gradient=g) for leaf, g in pairs]
-        is_alone = participant.ranks.is_single
-        if is_alone and not has_floating(map(attrgetter("gradient"), leaves)):
+        gradients = list(map(attrgetter("gradient"), leaves))
+        if ranks.is_single and FLOATING.isdisjoint(map(attrgetter("dtype"), gradients)):
             raise ValueError(
                 "No floating-point parameter has a gradient. Unfreeze some parameters."
             )
+        if self._mode == _SCALED and not stage:
+            leaves = _replaced(leaves, unscale(gradients, self._inverse(optimizer)))
         if self._enabled:
             self._warn_about(leaves, participant)
         if needs_init(optimizer) or needs_init(participant.optimizer):
@@ -470,19 +464,27 @@ class GradScaler:
             if is_wrapper(optimizer):
                 optimizer.init(trained)
             else:
-                initialize(optimizer, trained, participant.storage)
-        if participant.ranks.average:
-            averaged = participant.ranks.averaged({x.path: x.gradient for x in leaves})
-            leaves = [x._replace(gradient=averaged[x.path]) for x in leaves]
+                initialize(optimizer, trained, storage)
+        if ranks.average:
+            averaged = ranks.averaged({x.path: x.gradient for x in leaves})
+            leaves = _replaced(leaves, averaged.values())
         inputs = inspect(leaves, participant, stage.finite if stage else None)
         if not self._enabled:
             inputs = inputs._replace(applied=mx.array(True))
         new, writes = plan(participant, grads, inputs)
         if self._enabled:
             writes += self._advance(optimizer, inputs.applied, is_last)
-            done = _Stage(optimizer, participant.ranks, finite=None)
+            done = _Stage(optimizer, ranks, finite=None)
             writes.append((self._stages, id(optimizer), done))
-        return leaves, new, writes
+        if in_place:
+            for leaf in leaves:
+                if leaf.path in new:
+                    writes.append((leaf.container, leaf.key, new[leaf.path]))
+        commit(writes)
+        if is_last:
+            self._end_iteration()
+        if not in_place:
+            return tree_of({x.path: x.parameter for x in leaves} | new, grads)
 
     def _warn_about(self, leaves: list[Leaf], participant: Participant) -> None:
         """Warn about gradients that may have underflowed, and updates that are lost."""
@@ -490,7 +492,7 @@ class GradScaler:
         is_scaled = self._mode is not None or not self._expects_scaling
         if mx.float16 in dtypes and not (is_scaled and participant.scales_loss):
             self._backward.warn_once("unscaled float16")
-        if participant.masters is None and not dtypes.isdisjoint(HALF):
+        if participant.state is None and not dtypes.isdisjoint(HALF):
             self._backward.warn_once("no master weights")
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -541,14 +543,14 @@ class GradScaler:
                 if stage.finite is not None and stage.optimizer is not optimizer:
                     unstepped.append(stage.ranks.agree(stage.finite))
         changed = _advanced(self._state, applied, unstepped)
-        used, latest, stepped = self._noted
-        if optimizer is not None and is_last and latest is self._state["scale"]:
-            self._noted = _Noted(used, changed["scale"], stepped | {id(optimizer)})
+        by, now, updated = self._scaled
+        if optimizer is not None and is_last and now is self._state["scale"]:
+            self._scaled = _Scaled(by, changed["scale"], updated | {id(optimizer)})
         return list(zip(repeat(self._state), changed, changed.values(), strict=False))
 
     def get_scale(self) -> float:
         """Return the scale, read from the device, or 1.0 if the scaler is disabled."""
-        return float(self._get("scale")) if self._enabled else 1.0
+        return float(self._get("scale"))
 
     def is_enabled(self) -> bool:
         """Return whether the scaler scales losses and skips steps."""
@@ -583,7 +585,7 @@ class GradScaler:
 
     def _set(self, name: str, value: Any) -> None:
         rule.check(rule.read(self._state) | {name: value})
-        self._state[name] = rule.as_array(name, value)
+        self._state |= rule.as_arrays({name: value})
 
     @property
     def skipped_steps(self) -> mx.array:
@@ -622,7 +624,8 @@ class GradScaler:
         ignored. A disabled scaler ignores the state.
         """
         if self._enabled:
-            self._fill(rule.from_state_dict(state_dict, rule.read(self._state)))
+            values = rule.from_state_dict(state_dict, rule.read(self._state))
+            self._replace(rule.as_arrays(values))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to a single file, atomically.
@@ -646,14 +649,11 @@ class GradScaler:
                 "A GradScaler can only be copied or pickled between iterations. Call "
                 f"update() first. {_START_AFRESH}"
             )
-        left_out = ("_backward", "_stages", "_skip_watch", "_noted")
-        kept = {k: x for k, x in vars(self).items() if k not in left_out}
-        return kept | {"_state": rule.read(self._state)}
+        # Both may hold placeholders of mx.compile, which cannot be copied.
+        return vars(self) | {"_skip_watch": SkipWatch(), "_scaled": _Scaled()}
 
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        vars(self).update(pickled, _state=_State())
-        self._begin()
-        self._fill(pickled["_state"])
+    def __copy__(self) -> "GradScaler":
+        return deepcopy(self)
 
 
 @mx.compile
@@ -670,6 +670,11 @@ def _advanced(
         finite = reduce(mx.logical_and, unstepped, has_no_skips)
         changed |= rule.next_scale(state, finite)
     return root_of(changed)
+
+
+def _replaced(leaves: list[Leaf], gradients: Iterable[mx.array]) -> list[Leaf]:
+    pairs = zip(leaves, gradients, strict=True)
+    return [leaf._replace(gradient=x) for leaf, x in pairs]
 
 
 def _check_model(model: Any, instead: str) -> None:

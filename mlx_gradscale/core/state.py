@@ -1,24 +1,29 @@
 """The state of a wrapper: one dict of all its parts, and how a saved state loads.
 
 A loaded state is flat: each array by its path, such as ``"optimizer.layers.0.bias.m"``
-or ``"masters.layers.0.bias"``.
+or ``"masters.layers.0.bias"``. If the optimizer is uninitialized, or has to decode the
+loaded state, that state waits in its place for ``init()``, which checks it.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
+from .eight_bit import EightBit
+from .masters import HALF, SixteenBit, Storage
 from .optimizers import is_builtin, single_optimizers
-from .scale import DEFAULTS, TORCH_KEYS, as_array
-from .storage import STORAGES, bits_of
+from .scale import DEFAULTS, TORCH_KEYS, as_arrays
 from .trees import CONTAINERS, commit, dtype_name, slots
 
 Loaded = dict[str, Any]
-# A third-party optimizer may keep Python values in its state.
-_CONSTANTS = (bool, int, float, str, type(None))
+
+STORAGES = {32: Storage(), 16: SixteenBit(), 8: EightBit()}
+# The names of the dicts that store master weights.
+_STORED = {name for storage in STORAGES.values() for name in storage.names}
 _SAME = "Load a state that was saved with the same model and optimizer."
 
 
@@ -30,10 +35,11 @@ class State(dict[str, Any]):
     write it for a plain optimizer, works, but ``"step" in state`` is False.
     """
 
-    def __init__(self, owner: Optimizer, entries: dict[str, Any]):
+    def __init__(self, owner: Optimizer, names: tuple[str, ...], entries: Loaded):
         super().__init__(entries)
         self.owner = owner
-        self.names = frozenset(entries)
+        # Of the dicts that store master weights.
+        self.names = names
 
     def __reduce__(self) -> Any:  # a copy is a plain dict
         return dict, (dict(self),)
@@ -51,18 +57,29 @@ class State(dict[str, Any]):
                 value = mx.array(value, old.dtype)
             part.state[key] = value
 
+    def remove_masters(self) -> None:
+        """Replace the dicts that store master weights by empty ones."""
+        for name in _STORED:
+            self.pop(name, None)
+        dict.update(self, {name: {} for name in self.names})
+
     def emptied(self) -> "State":
         """Return a state without moments and master weights; this one keeps them."""
         for part in single_optimizers(self.owner):
             part.state = dict(part.state)
+        new = State(self.owner, self.names, self | {"optimizer": self.owner.state})
+        new.remove_masters()
         _remove_moments(self.owner)
-        entries = {
-            name: {} if name in _stored_names() else x for name, x in self.items()
-        }
-        return State(self.owner, entries | {"optimizer": self.owner.state})
+        return new
 
 
-def parse(saved: Any, state: State) -> tuple[Loaded, dict[str, mx.array]]:
+def _remove_moments(optimizer: Optimizer) -> None:
+    for part in single_optimizers(optimizer):
+        for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
+            del part.state[key]
+
+
+def parse(saved: Any, state: State) -> tuple[Loaded, Loaded]:
     """Return a saved state by path, and the fields of the scaler; raise if invalid.
 
     Values are not read, because a state may be assigned inside ``mx.compile``. Fields
@@ -72,115 +89,115 @@ def parse(saved: Any, state: State) -> tuple[Loaded, dict[str, mx.array]]:
         raise TypeError(f"The state must be a dict, got {type(saved).__name__}.")
     loaded = dict(tree_flatten(saved))
     loaded.pop("max_grad_norm", None)  # a setting
-    fields = {}
-    for name, default in DEFAULTS.items():
-        x = loaded.pop(f"scaler.{name}", None)
-        if x is None and name not in TORCH_KEYS.values():
-            x = as_array(name, default)
-        _check_same(f"scaler.{name}", state["scaler"][name], x)
-        fields[name] = x
-    has_constants = not is_builtin(state.owner)
-    for path, x in loaded.items():
-        is_constant = has_constants and isinstance(x, _CONSTANTS)
-        if not isinstance(x, mx.array) and not is_constant:
+    for path, x in loaded.items() if is_builtin(state.owner) else ():
+        if not isinstance(x, mx.array):
             raise TypeError(f"{path!r} in the state must be an mx.array, got {x!r}.")
-    return loaded, fields
+    optional = {k: x for k, x in DEFAULTS.items() if k not in TORCH_KEYS.values()}
+    fields = {f"scaler.{name}": x for name, x in as_arrays(optional).items()}
+    fields |= {p: loaded.pop(p) for p in [*loaded] if p.startswith("scaler.")}
+    own = {f"scaler.{name}": x for name, x in state["scaler"].items()}
+    if problem := _find_difference(own, fields):
+        raise ValueError(problem)
+    return loaded, {path.removeprefix("scaler."): x for path, x in fields.items()}
 
 
-def flat(state: State) -> dict[str, mx.array]:
-    """Return the arrays that a load replaces, by path."""
-    return {path: box[key] for path, (box, key) in _places(state).items()}
+def load(
+    state: State, loaded: Loaded, bits: int, weights: Mapping[str, mx.array] | None
+) -> bool:
+    """Replace the arrays of a state in these ``state_bits``, or raise without changes.
 
-
-def replace(state: State, loaded: Loaded) -> bool:
-    """Replace the arrays of an initialized state, or raise if they do not match.
-
-    Return whether the state is complete. A third-party optimizer may add to its state
-    during a step. Then all of its state is replaced, and :func:`initialize` has to
-    complete it, because saved lists lack empty entries at the end.
+    Return False, and change nothing, if it has to wait for ``init()``: 32 bits hold any
+    state, but decoding it needs the ``weights`` by path, and what a third-party
+    optimizer has saved may be incomplete.
     """
-    places = _places(state)
-    for path, (box, key) in places.items():
-        _check_same(path, box[key], loaded.get(path))
-    added = loaded.keys() - places.keys()
-    for path in sorted(added):
-        if is_builtin(state.owner) or not path.startswith("optimizer."):
+    is_known = is_builtin(state.owner)
+    if not is_known:
+        rest = [path for path in loaded if not path.startswith("optimizer.")]
+        loaded = {path: loaded[path] for path in rest}
+    own = _places(state)
+    arrays = {path: box[key] for path, (box, key) in own.items()}
+    problem, saved = _find_difference(arrays, loaded), bits_of(loaded)
+    if problem is not None and is_known and saved != bits:
+        if bits != 32:
+            any_state = ", or with state_bits=32, which can load any state"
             raise ValueError(
-                f"The state contains {path!r}, which this optimizer does not have. "
-                f"{_SAME}"
+                f"The state was saved with state_bits={saved}, but this optimizer has "
+                f"state_bits={bits}. Create the optimizer with state_bits={saved}"
+                f"{any_state if saved != 32 else ''}."
             )
-    if added:
-        put(state, loaded)
-    else:
-        commit((box, key, loaded[path]) for path, (box, key) in places.items())
-    return not added
+        if weights is None:
+            return False
+        loaded = decode(loaded, state.owner, saved, weights)
+        problem = _find_difference(arrays, loaded)
+    if problem is not None:
+        raise ValueError(problem)
+    if weights is None and not is_known:
+        return False
+    commit((box, key, loaded[path]) for path, (box, key) in own.items())
+    return True
 
 
-def put(state: State, loaded: Loaded) -> None:
-    """Write loaded values to a state, where they wait for :func:`take`."""
-    tree = tree_unflatten(list(loaded.items()))
-    there, here = map(_single_states, (tree.get("optimizer", {}), state.owner.state))
-    if len(there) != len(here):
-        raise ValueError(
-            f"The state has {len(there)} inner optimizers, but this optimizer has "
-            f"{len(here)}. {_SAME}"
-        )
-    take(state)
-    for old, new in zip(here, there, strict=True):
-        old.update(new)
-    for path, x in loaded.items():
+def _places(state: State) -> dict[str, tuple[Any, Any]]:
+    """Return where a load writes, by path.
+
+    Not to the scaler and ``max_grad_norm``, nor to what a third-party optimizer keeps:
+    it may have added keys in a step, so only itself could check a loaded state.
+    """
+    left_out = {"scaler", "max_grad_norm"}
+    if not is_builtin(state.owner):
+        left_out.add("optimizer")
+    places = {}
+    for path, box, key in slots(state):
+        if path[0] not in left_out:
+            places[".".join(map(str, path))] = box, key
+    return places
+
+
+def wait(state: State, loaded: Loaded) -> None:
+    """Write a loaded state to its place, where it waits for :func:`take`.
+
+    If this runs inside ``mx.compile``, the arrays in the state are tracers.
+    """
+    rest, inner = dict(loaded), []
+    for name, part in _named_optimizers(state.owner):
+        own = [path for path in rest if path.startswith(f"{name}.")]
+        values = [(path.removeprefix(f"{name}."), rest.pop(path)) for path in own]
+        inner.append((part.state, tree_unflatten(values) if values else {}))
+    for path in rest:
+        if path != "grad_norm" and path.split(".")[0] not in _STORED:
+            raise ValueError(_describe_surplus(path))
+    state.remove_masters()
+    _remove_moments(state.owner)
+    for box, tree in inner:
+        box.update(tree)
+    for path, x in rest.items():
         name, _, own_path = path.partition(".")
-        if name == "grad_norm":
-            state[name] = x
-        elif name != "optimizer":
+        if own_path:
             dict.setdefault(state, name, {})[own_path] = x
+        else:
+            state[name] = x  # grad_norm
 
 
 def take(state: State) -> Loaded:
-    """Remove and return, by path, a loaded state that the parameters have to complete.
+    """Remove and return the state that waits, without a third-party optimizer's."""
+    loaded = {path: box[key] for path, (box, key) in _places(state).items()}
+    state.remove_masters()
+    if is_builtin(state.owner):
+        _remove_moments(state.owner)
+    return loaded
 
-    The values come from the state itself: if this runs inside ``mx.compile``, they are
-    tracers, which a copy of the loaded state would not have.
+
+def bits_of(loaded: Mapping[str, Any]) -> int:
+    """Return the ``state_bits`` of a state.
+
+    The most bits if several kinds store the same arrays.
     """
-    found = {
-        path: x
-        for path, x in tree_flatten(state)
-        if path.split(".")[0] not in ("scaler", "max_grad_norm")
-    }
-    _remove_moments(state.owner)
-    for name in _stored_names() & state.keys():
-        if name in state.names:
-            state[name].clear()
-        else:  # of a state with other state_bits
-            del state[name]
-    return found
-
-
-def adapt_bits(
-    loaded: Loaded,
-    own: Mapping[str, mx.array],
-    optimizer: Optimizer,
-    bits: int,
-    parameters: Mapping[str, mx.array] | None,
-) -> Loaded | None:
-    """Return a loaded state in these ``state_bits``, or raise if they cannot hold it.
-
-    32 bits hold any state, decoded with the ``parameters`` by path, without which the
-    result is None. ``own`` are the arrays of the optimizer's present state.
-    """
-    if all(_is_same(path, x, loaded.get(path)) for path, x in own.items()):
-        return loaded
-    saved = bits_of({p: x for p, x in loaded.items() if isinstance(x, mx.array)})
-    if saved == bits or not is_builtin(optimizer):
-        return loaded  # another difference, which the caller reports
-    if bits != 32:
-        any_state = ", or with state_bits=32, which can load any state"
-        other = any_state if saved != 32 else ""
-        raise ValueError(
-            f"The state was saved with state_bits={saved}, but this optimizer has "
-            f"state_bits={bits}. Create the optimizer with state_bits={saved}{other}."
-        )
-    return None if parameters is None else decode(loaded, optimizer, saved, parameters)
+    arrays = [(p, x.dtype) for p, x in loaded.items() if isinstance(x, mx.array)]
+    dtypes = {(path.split(".")[0], dtype) for path, dtype in arrays}
+    for bits, storage in sorted(STORAGES.items()):
+        if dtypes & set(product(("optimizer", *storage.names), storage.dtypes)):
+            return bits
+    return 32
 
 
 def decode(
@@ -195,7 +212,7 @@ def decode(
     for path, weight in parameters.items():
         names = [name for name in storage.names if f"{name}.{path}" in loaded]
         stored = {name: decoded.pop(f"{name}.{path}") for name in names}
-        if stored:
+        if stored and weight.dtype in HALF:
             master = storage.join(weight, stored).master
             for name, x in STORAGES[32].split(master, weight).items():
                 decoded[f"{name}.{path}"] = x
@@ -210,6 +227,7 @@ def decode(
 def _named_optimizers(
     optimizer: Optimizer, prefix: str = "optimizer"
 ) -> Iterator[tuple[str, Optimizer]]:
+    """Yield each single optimizer with the path of its state."""
     if not isinstance(optimizer, MultiOptimizer):
         yield prefix, optimizer
         return
@@ -217,47 +235,24 @@ def _named_optimizers(
         yield from _named_optimizers(part, f"{prefix}.states.{i}")
 
 
-def _places(state: State) -> dict[str, tuple[Any, Any]]:
-    """Return where a load writes: not to the scaler's fields and max_grad_norm."""
-    return {
-        ".".join(map(str, path)): (box, key)
-        for path, box, key in slots(state)
-        if path[0] not in ("scaler", "max_grad_norm")
-    }
+def _find_difference(own: Mapping[str, mx.array], loaded: Loaded) -> str | None:
+    """Return how a loaded state differs from arrays in structure, or None."""
+    for path, here in own.items():
+        there = loaded.get(path)
+        if not isinstance(there, mx.array):
+            return f"The state has no array {path!r}. {_SAME}"
+        # The saved bits may belong to a weight of the other half-precision dtype.
+        is_same_dtype = here.dtype == there.dtype or path.startswith("written.")
+        if here.shape != there.shape or not is_same_dtype:
+            return (
+                f"{path!r} is {dtype_name(there)} with shape {there.shape} in the "
+                f"state, but {dtype_name(here)} with shape {here.shape} in this "
+                f"optimizer. {_SAME}"
+            )
+    for path in sorted(loaded.keys() - own.keys()):
+        return _describe_surplus(path)
+    return None
 
 
-def _stored_names() -> set[str]:
-    return {name for storage in STORAGES.values() for name in storage.names}
-
-
-def _remove_moments(optimizer: Optimizer) -> None:
-    for part in single_optimizers(optimizer):
-        for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
-            del part.state[key]
-
-
-def _single_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    # A model's attribute may be named "states" too, but then there is also a "step".
-    if state.keys() != {"states"}:
-        return [state]
-    return [x for each in state["states"] for x in _single_states(each)]
-
-
-def _is_same(path: str, here: mx.array, there: Any) -> bool:
-    # The saved bits may belong to a weight of the other half-precision dtype.
-    is_free = path.startswith("written.")
-    return (
-        isinstance(there, mx.array)
-        and here.shape == there.shape
-        and (is_free or here.dtype == there.dtype)
-    )
-
-
-def _check_same(path: str, here: mx.array, there: Any) -> None:
-    if not isinstance(there, mx.array):
-        raise ValueError(f"The state has no array {path!r}. {_SAME}")
-    if not _is_same(path, here, there):
-        raise ValueError(
-            f"{path!r} is {dtype_name(there)} with shape {there.shape} in the state, "
-            f"but {dtype_name(here)} with shape {here.shape} in this optimizer. {_SAME}"
-        )
+def _describe_surplus(path: str) -> str:
+    return f"The state contains {path!r}, which this optimizer does not have. {_SAME}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial, reduce
 from itertools import starmap
-from operator import attrgetter, getitem, itemgetter, setitem
+from operator import getitem, itemgetter, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -91,11 +91,6 @@ def tree_like(tree: Any, values: Iterable[Any]) -> Any:
 def is_floating(x: mx.array) -> bool:
     """Return whether ``x`` is floating-point or complex, and so may be non-finite."""
     return x.dtype in FLOATING
-
-
-def has_floating(arrays: Iterable[mx.array]) -> bool:
-    """Return whether one of the arrays is floating-point or complex."""
-    return not FLOATING.isdisjoint(map(attrgetter("dtype"), arrays))
 
 
 def dtype_name(x: mx.array) -> str:

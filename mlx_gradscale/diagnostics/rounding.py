@@ -13,7 +13,7 @@ import numpy as np
 from mlx.optimizers import Optimizer, clip_grad_norm
 from mlx.utils import tree_map
 
-from ..core.masters import HALF
+from ..core.masters import HALF, Storage
 from ..core.optimizer import MasterWeightOptimizer
 from ..core.optimizers import (
     check_supported,
@@ -21,7 +21,6 @@ from ..core.optimizers import (
     single_optimizers,
     split,
 )
-from ..core.storage import STORAGES
 from ..core.trees import flatten, get_at, is_floating, leaves, walk
 from ..files.text import align, dtype_name
 from ..float32.trial import Trial, preserved
@@ -134,9 +133,9 @@ def _measure(
     optimizer: Any, weights: Any, gradients: Any
 ) -> tuple[dict[str, mx.array], mx.array | None]:
     """Lazily compute the sums for :func:`_shares` by weight, and the learning rate."""
-    masters, storage = weights, STORAGES[32]
+    masters, storage = weights, Storage()
     if isinstance(optimizer, MasterWeightOptimizer):
-        masters, storage = optimizer.masters(weights), optimizer._masters.storage
+        masters, storage = optimizer.masters(weights), optimizer._storage
         if optimizer.max_grad_norm is not None:
             gradients, _ = clip_grad_norm(gradients, optimizer.max_grad_norm)
         optimizer = optimizer.optimizer
@@ -150,7 +149,7 @@ def _measure(
             with suppress(KeyError, IndexError):  # not initialized
                 box = get_at(place[:-1], part.state)
                 box[place[-1]] = storage.decode(part, box[place[-1]])
-    initialize(optimizer, full, STORAGES[32])
+    initialize(optimizer, full, Storage())
     halves, before, sums = dict(flatten(weights)), dict(flatten(masters)), {}
     for part, own in split(optimizer, gradients):
         for path, after in flatten(part.apply_gradients(own, full)):

@@ -24,7 +24,7 @@ from mlx_gradscale import (
     restore_checkpoint,
     save_checkpoint,
 )
-from mlx_gradscale.core.storage import STORAGES
+from mlx_gradscale.core.state import STORAGES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*computes in float32"),  # after a BatchNorm

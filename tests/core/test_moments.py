@@ -82,7 +82,7 @@ def test_run_in_8_bits_resumes_bit_identically(name, dtype, compiled):
 def test_moments_decay_where_rounding_to_the_nearest_would_freeze_them(state_bits):
     start = {"w": mx.linspace(0.5, 2.0, 256)}
     optimizer = MasterWeightOptimizer(optim.Adam(0.0), state_bits=state_bits)
-    storage = optimizer._masters.storage
+    storage = optimizer._storage
 
     def second_moment():
         return storage.decode(optimizer.optimizer, optimizer.state["w"])["v"]

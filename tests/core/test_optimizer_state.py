@@ -16,7 +16,7 @@ from support.optimizer_helpers import (
 from support.scaler_helpers import guarded_apply
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.core.storage import STORAGES
+from mlx_gradscale.core.state import STORAGES
 
 # How the state is stored.
 each_form = pytest.mark.parametrize(
@@ -202,9 +202,7 @@ def test_state_of_another_number_of_optimizers_is_refused():
     saved, optimizer = multi(3), multi(2)
     saved.init({"a": mx.ones(2), "b": mx.ones(2)})
     before = bits(optimizer.state)
-    with pytest.raises(
-        ValueError, match="3 inner optimizers, but this optimizer has 2"
-    ):
+    with pytest.raises(ValueError, match=r"contains 'optimizer\.states\.2\.step'"):
         optimizer.state = dict(tree_flatten(saved.state))
     assert bits(optimizer.state) == before
 

@@ -26,7 +26,7 @@ from support.scaler_helpers import used
 from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 from mlx_gradscale.core.eight_bit import decode, encode
 from mlx_gradscale.core.masters import to_float32
-from mlx_gradscale.core.storage import STORAGES
+from mlx_gradscale.core.state import STORAGES
 
 # What each step is given: three finite gradients among skips, the first step included.
 SCRIPT = [-INF, None, None, NAN, INF, -INF, None]

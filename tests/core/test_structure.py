@@ -18,7 +18,7 @@ FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
 # Attributes of MLX's optimizers that MLX does not document.
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 ORDER = (
-    *("trees", "fusion", "masters", "sixteen_bit", "eight_bit", "storage"),
+    *("trees", "fusion", "masters", "eight_bit"),
     *("notices", "scale", "finite"),
     *("intercept", "forward"),
     *("gradients", "optimizers", "ranks", "guard", "scaler", "state"),
