@@ -88,7 +88,7 @@ def compute_dtypes(
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
     trial = Trial(model, loss_fn, args, kwargs, casting)
-    call, _ = trace(trial, evaluate=False)
+    call, _ = trace(trial)
     *calls, _ = call.walk()
     return DtypeReport(tuple(call for call in calls if not call.is_float32))
 

@@ -93,5 +93,5 @@ def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys, f
     said = capsys.readouterr().out
     assert "contain NaN or inf in model.norm.weight" in said
     # A finite weight that overflows in the cast is no reason to restore a checkpoint.
-    assert ("If a cast to float16 made them inf, train in" in said) == (factor == 1e30)
+    assert "if a cast to float16 made them inf, train in" in said
     assert not list(tmp_path.iterdir())

@@ -269,9 +269,8 @@ class Stream(nn.Module):
     "where",
     [
         ["layers.1 to norm"],
-        ["layers.1 to layers.2 to layers.3 to norm"],
         # A layer in two chains casts back only if it ends both.
-        ["layers.1", "layers.1 to layers.2", "layers.2 to layers.3 to norm"],
+        ["layers.1", "layers.1 to layers.2", "layers.2 to norm"],
     ],
 )
 def test_chain_passes_float32_from_layer_to_layer(where):
@@ -285,7 +284,7 @@ def test_chain_passes_float32_from_layer_to_layer(where):
     assert paths == ["layers.1", "layers.2", "layers.3", "norm"] == list_layers(model)
     assert_close(model(x), expected)
     assert list(model.dtypes) == [HALF, mx.float32, mx.float32, mx.float32, HALF]
-    float32_layers(model, [*where[:-1], f"{where[-1]} to head to the loss"])
+    float32_layers(model, [*where, "norm to head to the loss"])
     assert model(x).dtype == mx.float32
     assert_close(model(x), expected)
 
@@ -361,8 +360,6 @@ def test_running_statistics_are_float32_in_a_float32_layer():
     found = model.layers[1](x)
     assert found.dtype == HALF
     assert mx.allclose(found, x / 500, rtol=0.1).item()
-    float32_layers(model, [])
-    assert norm.running_mean.dtype == HALF
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])

@@ -6,7 +6,7 @@ import pytest
 from support.helpers import model_state
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.float32.trace import trace
+from mlx_gradscale.float32.trace import measure
 from mlx_gradscale.float32.trial import Trial
 
 HALF = mx.float16
@@ -22,8 +22,7 @@ class Norm(nn.Module):
 def errors(model, x):
     trial = Trial(model, lambda x: model(x).astype(mx.float32).mean(), (x,))
     before = model_state(model)
-    with trial.in_float32() as exact:
-        call, _ = trace(exact, HALF)
+    call, _ = measure(trial)
     assert model_state(model) == before
     return {each.path: each.error for each in call.walk() if each.path is not None}
 

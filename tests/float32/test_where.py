@@ -73,7 +73,7 @@ REFUSED = {
     "array": ("head.weight", ValueError, "mean head"),
     "never called": ("shelf", ValueError, r"does not define __call__.*shelf\.\*"),
     "chain": ("norm to haed", ValueError, "mean head"),
-    "only the loss": (" to the loss to norm", ValueError, "no module 'the loss'"),
+    "only the loss": (" to the loss to norm", ValueError, "no module 'the loss to"),
     "glob in a chain": ("shelf.by_name.* to norm", ValueError, "no module"),
     "none": (None, TypeError, "where must be"),
     "class": (nn.Linear, TypeError, "where must be"),
