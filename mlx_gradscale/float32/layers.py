@@ -78,14 +78,13 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     These layers cast their arguments and parameters to float32 for the duration of each
     call, and cast their outputs back. Parameters keep their names and dtypes, so
     saving, loading, freezing, copying, pickling and gradient checkpointing work as
-    before. If you replace layers later, with ``nn.quantize`` or LoRA for example, call
-    this function again. In a float32 model, these layers have an effect only if you
-    train with ``compute_dtype``: their parameters then stay in float32.
+    before. In a float32 model, this has an effect only with ``compute_dtype``: the
+    parameters of these layers then stay in float32.
 
-    Each call replaces the selection from earlier calls, and
-    ``float32_layers(model, [])`` undoes it. Only the running statistics of a selected
-    BatchNorm become float32, and stay so. If you change the selection after compiling a
-    step, compile the step again.
+    Each call replaces the earlier selection, and ``float32_layers(model, [])`` undoes
+    it. Only the running statistics of a selected BatchNorm become float32, and stay so.
+    After a call, compile the step again. If you replace layers later, with
+    ``nn.quantize`` or LoRA for example, call this function again.
 
     If a value too large for float16 passes from layer to layer, as in a residual
     stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` selects

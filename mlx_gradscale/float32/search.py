@@ -208,24 +208,19 @@ def _find_large(
 
     found: dict[str, str] = {}
     for chain, is_to_loss in _find_chains(trial.model, root, is_large):
-        if all(is_inside(x.path or "", *known) for x in chain):
-            continue
-        largest = max(x.largest for x in chain)
-        text = "above" if largest > trial.maximum else "close to"
-        text = f"Values reach {largest:.3g}, {text} {trial.maximum:g}."
-        # If the model returns a large value of its last layers, select only these.
-        while is_to_loss and len(chain) == 1 and not is_large(chain[0].largest_input):
-            inner = chain[0].children
-            makes = [i for i, x in enumerate(inner) if is_large(x.largest_output)]
-            if not makes or is_large(inner[makes[0]].largest_input):
-                break
-            chain = inner[makes[0] :]
-        found |= dict.fromkeys(_name(trial.model, chain, is_to_loss), text)
+        if not all(is_inside(x.path or "", *known) for x in chain):
+            largest = max(x.largest for x in chain)
+            text = "above" if largest > trial.maximum else "close to"
+            text = f"Values reach {largest:.3g}, {text} {trial.maximum:g}."
+            found |= dict.fromkeys(_name(trial.model, chain, is_to_loss), text)
     return found
 
 
 def _find_chains(
-    model: nn.Module, call: Call, is_large: Callable[[float], bool]
+    model: nn.Module,
+    call: Call,
+    is_large: Callable[[float], bool],
+    is_to_loss: bool = False,
 ) -> list[tuple[list[Call], bool]]:
     """Return chains of calls that exchange large values, and whether with the loss."""
     # Example: a model calls embed, blocks.0, blocks.1, norm and head in this order. If
@@ -233,23 +228,27 @@ def _find_chains(
     # multiplies the output of embed by 1e6, blocks.0 is the first to read it, so the
     # chain starts one call earlier: "embed to norm". If head returns 1e5: "head to the
     # loss". If blocks.0 itself multiplies the output of its last layer: "blocks.0".
-    children, found = call.children, []
-    reads = [is_large(x.largest_input) for x in children]
-    makes = [is_large(x.largest_output) for x in children]
-    large = [i for i in range(len(children)) if reads[i] or makes[i]]
-    for i, child in enumerate(children):
-        found += [] if i in large else _find_chains(model, child, is_large)
+    children = call.children
+    made = [False, *(is_large(x.largest_output) for x in children)]
+    read = [*(is_large(x.largest_input) for x in children), False]
+    # Number i is the place before child i.
+    large = [i for i, pair in enumerate(zip(made, read, strict=True)) if any(pair)]
+    chain = children[max(large[0] - 1, 0) : large[-1] + 1] if large else []
+    others = (x for x in children if x not in chain)
+    found = [y for x in others for y in _find_chains(model, x, is_large)]
     if not large:
         return found
-    first, last = large[0], large[-1] + makes[large[-1]]
-    is_whole = is_used_at_end = last == len(children)
-    if reads[first]:
-        # The call's own code computes the value, after its previous child.
-        is_whole |= not first or _share(model, [call.path or ""]) <= 0.5
-        first = max(first - 1, 0)
-    if call.path and is_whole:
+    is_at_end, is_own = large[-1] == len(children), not made[large[0]]
+    if not call.path or is_to_loss:
+        if is_at_end and len(chain) == 1 and not read[-2]:
+            # If a model returns a large value of its last layers, select only these.
+            inner = _find_chains(model, chain[0], is_large, is_to_loss=True)
+            if inner and inner[-1][1]:
+                return found + inner
+    # The call's own code may compute the value, or use it at its end.
+    elif is_at_end or (is_own and (not large[0] or _share(model, [call.path]) <= 0.5)):
         return [*found, ([call], False)]
-    return [*found, (children[first : last + 1], is_used_at_end)]
+    return [*found, (chain, is_at_end)]
 
 
 def _name(model: nn.Module, chain: list[Call], is_to_loss: bool) -> list[str]:

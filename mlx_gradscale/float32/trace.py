@@ -108,8 +108,9 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, mx.array]:
 
 def measure(trial: Trial) -> tuple[Call, float]:
     """Trace a batch in float32, beside half precision, and evaluate all numbers."""
+    half = trial.half or mx.float16
     with trial.in_float32() as exact:
-        root, loss = trace(exact, trial.half or mx.float16)
+        root, loss = trace(exact, half)
         names = "largest_input", "largest_output", "error"
         fields = [(call, name) for call in root.walk() for name in names]
         mx.eval([getattr(*each) for each in fields], loss)
