@@ -161,12 +161,12 @@ def search(
         else:
             return Float32Search([], problem=_explain(trial, expected, found))
     where = list(resolve(model, reasons | added))
-    inside = _paths(model, where)
+    inside, maximum = _paths(model, where), trials[0].maximum
     rows: dict[str, Row] = {}
     for call in (call for root in roots for call in root.walk()):
         if (path := call.path) is not None:
             size = max(call.largest, rows[path].largest if path in rows else 0.0)
-            rows[path] = Row(path, size, is_inside(path, *inside), trials[0].maximum)
+            rows[path] = Row(path, size, is_inside(path, *inside), maximum)
     return Float32Search(
         where,
         {entry: (reasons | added)[entry] for entry in where},
@@ -202,16 +202,17 @@ def _find_large(
     """Return the layers that exchange values near or above the maximum, and why."""
     # The batch itself can be large, but training does not change it.
     given = {float(magnitude([x])) for x in floats((trial.args, trial.kwargs))}
+    maximum = trial.maximum
 
     def is_large(size: float) -> bool:
-        return size >= trial.maximum / margin and size not in given
+        return size >= maximum / margin and size not in given
 
     found: dict[str, str] = {}
     for chain, is_to_loss in _find_chains(trial.model, root, is_large):
         if not all(is_inside(x.path or "", *known) for x in chain):
             largest = max(x.largest for x in chain)
-            text = "above" if largest > trial.maximum else "close to"
-            text = f"Values reach {largest:.3g}, {text} {trial.maximum:g}."
+            text = "above" if largest > maximum else "close to"
+            text = f"Values reach {largest:.3g}, {text} {maximum:g}."
             found |= dict.fromkeys(_name(trial.model, chain, is_to_loss), text)
     return found
 

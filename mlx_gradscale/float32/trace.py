@@ -12,9 +12,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..core.forward import is_opaque
 from ..core.intercept import watch
-from ..core.trees import restore, snapshot
 from .layers import computes_in_float32, first_half
-from .trial import Trial, preserved, read_random_key
+from .trial import Trial, preserved
 from .where import ordered_modules
 
 
@@ -123,7 +122,7 @@ def measure(trial: Trial) -> tuple[Call, float]:
 def _run_in(
     half: mx.Dtype, module: nn.Module, function: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer in half precision, and restore it and the random state.
+    """Run a layer in half precision; Dropout drops the same values as in float32.
 
     Values outside the range are clipped, such as a mask of float32's lowest number.
     """
@@ -132,13 +131,10 @@ def _run_in(
     def cast(x: Any) -> Any:
         return mx.clip(x, -limit, limit).astype(half) if _is_float(x) else x
 
-    saved, random_key = snapshot(module), read_random_key()
     args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_opaque)
-    module.apply(cast)
-    outputs = function(*args, **kwargs)
-    restore(saved)
-    mx.random.seed(random_key)  # so that Dropout drops the same values again
-    return outputs
+    with preserved(module):
+        module.apply(cast)
+        return function(*args, **kwargs)
 
 
 def _is_float(x: Any) -> bool:

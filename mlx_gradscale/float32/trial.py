@@ -33,7 +33,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Disable ``mx.compile``. On exit, restore it, the model and the random state."""
     saved = snapshot(model)
     attributes = [(m, type(m), dict(vars(m))) for m in model.modules()]
-    random_key = read_random_key()
+    random_state: Any = mx.random.state
+    high, low = random_state[0].tolist()
     compiles = _is_compile_enabled()
     try:
         # A layer's values cannot be read inside a compiled function.
@@ -42,19 +43,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     finally:
         if compiles:
             mx.enable_compile()
-        mx.random.seed(random_key)
+        mx.random.seed(high << 32 | low)
         restore(saved)
         for module, cls, own in attributes:
             object.__setattr__(module, "__class__", cls)
             vars(module).clear()
             vars(module).update(own)
-
-
-def read_random_key() -> int:
-    """Return the seed that sets the random state to what it is now."""
-    random_state: Any = mx.random.state
-    high, low = random_state[0].tolist()
-    return int(high << 32 | low)
 
 
 def _is_compile_enabled() -> bool:
