@@ -75,7 +75,7 @@ def explain_overflow(
     float32, because an overflow inside a layer may leave the loss finite but wrong, and
     advises only what it has tried. The model and the random state do not change. This
     takes the time of about four training steps for a batch that matches float32, and of
-    at most about forty. The model must fit into memory in float32.
+    at most about fifty. The model must fit into memory in float32.
 
     Args:
         model (nn.Module): The model.

@@ -43,19 +43,18 @@ def find_float32_layers(
 ) -> Float32Search:
     """Find the layers that must compute in float32, and verify that they suffice.
 
-    Every batch runs once in float32, and on the way, each layer also runs in half
-    precision on its float32 inputs. If a value between layers comes within a factor of
-    ``margin`` of the dtype's maximum, 65504 for float16, the search selects all layers
-    from the one that computes this value to the last one that reads it. If the loss in
-    half precision still differs from float32, it adds layers whose outputs differ, the
-    last layer, or at last the whole model. Finally, the gradients must match float32.
+    Every batch runs once in float32, where each layer also runs in half precision on
+    its float32 inputs. If a value between layers comes within a factor of ``margin`` of
+    the dtype's maximum, 65504 for float16, the search selects all layers from the one
+    that computes this value to the last one that reads it. Then loss and gradients in
+    half precision must match float32. While the loss does not, the search adds the
+    layers whose outputs differ, the last layer before the loss, or the whole model.
 
-    For each batch, this takes the time of about six training steps, and of at most
-    fifteen if the gradients do not fit at a loss scale of 65536; each of at most five
-    attempts to add layers takes another forward pass. The model must fit into memory in
-    float32, with the gradients of two passes. On a terminal, a search that takes longer
-    than three seconds prints its runs to stderr. The search does not change the model.
-    Pass the result to :func:`mlx_gradscale.float32_layers`, or save it for later.
+    For each batch, this takes the time of about six training steps if no layers are
+    wrong, and of at most about thirty. The model must fit into memory in float32, with
+    the gradients of two passes. On a terminal, a search that takes longer than three
+    seconds prints its runs to stderr. The search does not change the model. Pass the
+    result to :func:`mlx_gradscale.float32_layers`, or save it for later.
 
     Args:
         model (nn.Module): The model, in half precision unless ``compute_dtype`` is
@@ -161,16 +160,11 @@ def search(
         else:
             return Float32Search([], problem=_explain(trial, expected, found))
     where = list(resolve(model, reasons | added))
-    inside, maximum = _paths(model, where), trials[0].maximum
-    rows: dict[str, Row] = {}
-    for call in (call for root in roots for call in root.walk()):
-        if (path := call.path) is not None:
-            size = max(call.largest, rows[path].largest if path in rows else 0.0)
-            rows[path] = Row(path, size, is_inside(path, *inside), maximum)
+    inside = _paths(model, where)
     return Float32Search(
         where,
         {entry: (reasons | added)[entry] for entry in where},
-        list(rows.values()),
+        _rows(roots, inside, trials[0].maximum),
         losses=[(x, found.loss) for x, found in zip(losses, checks, strict=True)],
         float16_parameters=1.0 - _share(model, inside),
         scale=min(found.scale for found in checks),
@@ -287,6 +281,14 @@ def _find_wrong(call: Call) -> list[Call]:
     """Return the innermost calls that are wrong in half precision."""
     inside = [x for child in call.children for x in _find_wrong(child)]
     return inside or ([call] if call.error >= _FAR else [])
+
+
+def _rows(roots: list[Call], inside: list[str], maximum: float) -> list[Row]:
+    largest: dict[str, float] = {}
+    for call in (call for root in roots for call in root.walk()):
+        if call.path is not None:
+            largest[call.path] = max(call.largest, largest.get(call.path, 0.0))
+    return [Row(k, x, is_inside(k, *inside), maximum) for k, x in largest.items()]
 
 
 def _explain_loss(trial: Trial, root: Call, loss: float) -> str:
