@@ -273,7 +273,7 @@ def _wider_choices(roots: list[Call]) -> list[dict[str, str]]:
     text = "The loss function is wrong in half precision."
     to_loss = {f"{path}{TO_THE_LOSS}": text for path in last}
     whole = {TO_THE_LOSS: all_wrong.pop("", text)}
-    choices = [wrong, wrong | to_loss, all_wrong | to_loss, whole]
+    choices = [wrong, all_wrong, wrong | to_loss, all_wrong | to_loss, whole]
     return [choice for choice in choices if choice]
 
 

@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from abc import ABC
 from collections import deque
 from typing import NamedTuple
 
@@ -126,16 +125,6 @@ def test_layer_that_was_replaced_is_selected_again_by_another_call():
     assert list_layers(model) == ["blocks.0.mlp"]
 
 
-def test_float32_layer_is_an_instance_of_its_class_and_prints_like_one():
-    model = make_net()
-    text = repr(model)
-    float32_layers(model, "blocks.0.mlp")
-    assert isinstance(model.blocks[0].mlp, Mlp)
-    assert repr(model) == text
-    assert list_layers(model) == ["blocks.0.mlp"]
-    assert type(model.blocks[1].mlp) is Mlp
-
-
 def test_parameters_keep_names_dtypes_and_freezing_even_after_an_error():
     model = make_net()
     names = [p for p, _ in tree_flatten(model.parameters())]
@@ -207,21 +196,6 @@ def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
     if dtype == HALF:
         float32_layers(model, [])
         assert not all_finite(function(TOKENS))
-
-
-def test_output_is_cast_back_to_compute_dtype_even_if_all_norms_stay_in_float32():
-    class Narrow(Net):
-        def __call__(self, tokens):
-            x = self.embed(tokens)
-            self.dtypes.append(x.dtype)
-            return self.blocks[0].mlp.up(x)
-
-    model = Narrow()
-    model.blocks[0].norms = [nn.RMSNorm(8) for _ in range(3)]
-    float32_layers(model, "embed")
-    options = {"compute_dtype": HALF, "keep": lambda path, _: "norm" in path}
-    GradScaler(1.0).value_and_grad(model, loss_of(model), **options)(TOKENS)
-    assert set(model.dtypes) == {HALF}
 
 
 def test_float32_layers_do_not_affect_a_float32_model():
@@ -388,13 +362,6 @@ def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-class Scaled(nn.Linear, ABC):
-    """Has a metaclass."""
-
-    def __call__(self, x):
-        return super().__call__(x) * 1e5 / 1e6
-
-
 class Shared(nn.Module):
     """``up`` is a float32 layer inside another one."""
 
@@ -408,19 +375,12 @@ class Shared(nn.Module):
         return self.norm(self.inner(x))
 
 
-@pytest.mark.parametrize(
-    ("make", "where", "size"),
-    [
-        (lambda: nn.Sequential(Scaled(8, 8), Scaled(8, 8)), "layers.*", 1),
-        (Shared, ["inner", "up"], 200),
-    ],
-)
-def test_output_of_float32_layers_agrees_with_a_float32_model(make, where, size):
-    model = make()
+def test_float32_layer_inside_another_passes_float32_on():
+    model = Shared()
     model.set_dtype(HALF)
-    x = mx.full((2, 8), size, HALF)
+    x = mx.full((2, 8), 200, HALF)
     expected = as_float32(model)(x.astype(mx.float32))
-    float32_layers(model, where)
+    float32_layers(model, ["inner", "up"])
     assert_close(model(x), expected)
 
 
