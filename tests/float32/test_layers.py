@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import dtypes, model_state, pickled
+from support.helpers import bits, dtypes, model_state, pickled
 
 from mlx_gradscale import GradScaler, all_finite, float32_layers
 from mlx_gradscale.core.intercept import get_handlers
@@ -116,13 +116,14 @@ def test_float32_layers_prevent_an_overflow_until_they_are_removed():
     assert not all_finite(model(TOKENS))
 
 
-def test_layer_that_was_replaced_is_selected_again_by_another_call():
+def test_layer_that_was_replaced_is_selected_by_another_call():
     model = make_net()
-    float32_layers(model, "blocks.0.mlp")
+    float32_layers(model, MLPS)
     model.blocks[0].mlp = Mlp()
-    assert list_layers(model) == []
-    float32_layers(model, "blocks.0.mlp")
-    assert list_layers(model) == ["blocks.0.mlp"]
+    model.set_dtype(HALF)
+    assert not all_finite(model(TOKENS))
+    float32_layers(model, MLPS)
+    assert all_finite(model(TOKENS))
 
 
 def test_parameters_keep_names_dtypes_and_freezing_even_after_an_error():
@@ -188,6 +189,7 @@ def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
     scaler = GradScaler(init_scale=1.0, dynamic=False)
     function = scaler.value_and_grad(model, loss_of(model), dtype)
     float32_layers(model, where)
+    assert bits(gradients(model)[1]) == bits(expected)  # without compute_dtype
     loss, grads = function(TOKENS)
     # Also where the layer sees only integers and float32 parameters, as embed.
     assert set(model.dtypes) == {dtype}
@@ -196,14 +198,6 @@ def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
     if dtype == HALF:
         float32_layers(model, [])
         assert not all_finite(function(TOKENS))
-
-
-def test_float32_layers_do_not_affect_a_float32_model():
-    model = make_net(mx.float32)
-    expected = model(TOKENS)
-    float32_layers(model, ["blocks.0 to norm", "embed"])
-    assert mx.array_equal(model(TOKENS), expected)
-    assert model(TOKENS).dtype == mx.float32
 
 
 class Stream(nn.Module):
@@ -345,9 +339,6 @@ def test_copied_model_has_its_own_float32_layers(copied):
     assert not all_finite(model(TOKENS))
     assert all_finite(other(TOKENS))
     assert list_layers(other) == [f"blocks.{i}.mlp" for i in range(3)]
-    float32_layers(other, [])
-    assert type(other.blocks[0].mlp) is Mlp
-    assert not all_finite(other(TOKENS))
 
 
 def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
