@@ -78,7 +78,7 @@ def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, mx.array]:
         call.is_float32 = caller.is_float32 or computes_in_float32(module)
         caller.children.append(call)
         given, in_half = floats((args, kwargs)), []
-        if half is not None and not call.is_float32:
+        if half is not None:
             running = None
             in_half = floats(_run_in(half, module, function, args, kwargs))
         running = call

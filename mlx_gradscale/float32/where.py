@@ -50,8 +50,13 @@ def resolve(model: nn.Module, where: Any) -> dict[str, list[str]]:
         first, to, last = entry.removesuffix(TO_THE_LOSS).partition(TO)
         if to or entry.endswith(TO_THE_LOSS):
             found[entry] = _chain(modules, first, last if to else first)
+        elif entry in modules:
+            found[entry] = [entry]
         else:
-            found |= {path: [path] for path in _matches(modules, entry)}
+            matches = [path for path in modules if path and fnmatchcase(path, entry)]
+            if not matches:
+                raise _unknown(modules, entry)
+            found |= {path: [path] for path in matches}
     every = {path for paths in found.values() for path in paths}
     for path in every:
         if not callable(modules[path]):
@@ -98,15 +103,6 @@ def _chain(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
         and not is_inside(last, path)
     ]
     return list(dict.fromkeys([first, *between, last]))
-
-
-def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
-    if name in modules:
-        return [name]
-    found = [path for path in modules if path and fnmatchcase(path, name)]
-    if not found:
-        raise _unknown(modules, name)
-    return found
 
 
 def _unknown(modules: dict[str, nn.Module], name: str) -> ValueError:
