@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
 from ..files.text import list_some, power
-from ..float32.report import FIRST_SCALE, Float32Search
+from ..float32.report import Float32Search
 from ..float32.search import search
 from ..float32.trial import Trial
 from ..float32.where import TO, is_inside, ordered_modules
@@ -129,19 +129,15 @@ def explain_overflow(
             return report(cause, _owner(model, paths), text)
     overflow = f"The gradients of {list_some(bad)} are NaN or inf. " if bad else ""
     if not found.is_loss_off:
-        scaled = trial.check(expected, _TOLERANCE, FIRST_SCALE)
-        if not scaled.is_good:
-            scaled = trial.check(expected, _TOLERANCE)
+        scaled = trial.verify(expected, _TOLERANCE)
         if scaled.is_good:
-            text = f"at a loss scale of {power(scaled.scale)}, they match float32."
-            if bad:
-                text = f"{overflow}Only they overflow: {text} A dynamic scaler finds "
-                text += "such a scale by itself."
-            else:
-                text = f"Small gradients underflow: {text}"
-            cause = "gradients" if bad else "nothing"
             result = Float32Search([], scale=scaled.scale)
-            return report(cause, _owner(model, bad), text, search=result)
+            text = f"At a loss scale of {power(scaled.scale)}, they match float32."
+            if not bad:
+                text = f"Small gradients underflow. {text}"
+                return report("nothing", None, text, search=result)
+            text = f"{overflow}{text} A dynamic scaler finds such a scale by itself."
+            return report("gradients", _owner(model, bad), text, search=result)
     result = search([trial], _TOLERANCE)
     if not result.where:
         cause = "loss" if found.is_loss_off else "derivative" if bad else "nothing"
@@ -158,9 +154,6 @@ def explain_overflow(
 
 def _owner(model: nn.Module, parameters: list[str]) -> str | None:
     """Return the layer of the first of some parameters, or None without any."""
-    found = [
-        path
-        for path, _ in ordered_modules(model)
-        if parameters and is_inside(parameters[0], path)
-    ]
+    paths = [path for path, _ in ordered_modules(model)]
+    found = [path for path in paths if parameters and is_inside(parameters[0], path)]
     return max(found, key=len, default=None)

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
 from .layers import float32_layers
-from .report import FIRST_SCALE, Float32Search, Row
+from .report import Float32Search, Row
 from .trace import Call, floats, magnitude, measure
 from .trial import Check, Trial, preserved
 from .where import TO, TO_THE_LOSS, is_inside, resolve
@@ -150,9 +150,7 @@ def search(
         trial, expected = trials[len(checks)], losses[len(checks)]
         show(trial, "in half precision, compared with float32")
         with _selected(model, reasons | added):
-            found = trial.check(expected, tolerance, FIRST_SCALE)
-            if not (found.is_good or found.is_loss_off):
-                found = trial.check(expected, tolerance)
+            found = trial.verify(expected, tolerance)
         if found.is_good:
             checks.append(found)
         elif found.is_loss_off and wider:
@@ -257,16 +255,16 @@ def _name(model: nn.Module, chain: list[Call], is_to_loss: bool) -> list[str]:
 
 def _wider_choices(roots: list[Call]) -> list[dict[str, str]]:
     """Return what can be added to the selection, from single layers to the model."""
-    inner = [call for root in roots for call in _find_wrong(root)]
-    outer = [x for root in roots for x in root.walk() if x.error >= _FAR]
-    wrong, all_wrong = (
-        {
-            x.path or "": f"Values reach {x.largest:.3g}, and the output is off by "
-            f"{x.error:.0%} in half precision."
-            for x in calls
-        }
-        for calls in (inner, outer)
-    )
+
+    def describe(call: Call) -> str:
+        off = f"off by {call.error:.0%}" if call.error < math.inf else "non-finite"
+        return f"Values reach {call.largest:.3g}, and its output is {off} in half."
+
+    calls = [x for root in roots for x in root.walk() if x.error >= _FAR]
+    all_wrong = {x.path or "": describe(x) for x in calls}
+    # A layer is wrong by itself if no layer inside it is wrong.
+    inner = [x for x in calls if sum(y.error >= _FAR for y in x.walk()) == 1]
+    wrong = {x.path or "": describe(x) for x in inner}
     paths = [x.path for x in roots[0].walk() if x.path and not x.children]
     # Not a layer called twice, such as a tied embedding: both outputs would change.
     last = [path for path in paths if paths.count(path) == 1][-1:]
@@ -275,12 +273,6 @@ def _wider_choices(roots: list[Call]) -> list[dict[str, str]]:
     whole = {TO_THE_LOSS: all_wrong.pop("", text)}
     choices = [wrong, all_wrong, wrong | to_loss, all_wrong | to_loss, whole]
     return [choice for choice in choices if choice]
-
-
-def _find_wrong(call: Call) -> list[Call]:
-    """Return the innermost calls that are wrong in half precision."""
-    inside = [x for child in call.children for x in _find_wrong(child)]
-    return inside or ([call] if call.error >= _FAR else [])
 
 
 def _rows(roots: list[Call], inside: list[str], maximum: float) -> list[Row]:

@@ -19,6 +19,7 @@ from ..core.masters import HALF
 from ..core.scaler import GradScaler
 from ..core.trees import flatten, is_floating, leaves, restore, snapshot
 from ..files.text import list_some
+from .report import FIRST_SCALE
 
 # Exponents of the loss scales to try, from float16's smallest number, 2**-24, to the
 # inverse of this number.
@@ -133,14 +134,17 @@ class Trial:
         fitting = bisect_left(_POWERS, True, key=overflows)
         return 2.0 ** _POWERS[fitting - 1] if fitting else None
 
-    def check(
-        self, expected: float, tolerance: float, scale: float | None = None
-    ) -> Check:
-        """Compare with float32, where the loss is ``expected``.
+    def verify(self, expected: float, tolerance: float) -> Check:
+        """Check at the scale where a run starts, or else at the calibrated one."""
+        found = self.check(expected, tolerance, FIRST_SCALE)
+        if not (found.is_good or found.is_loss_off):
+            # The gradients can double before they overflow.
+            scale = (self.largest_scale() or 2.0) / 2
+            found = self.check(expected, tolerance, scale)
+        return found
 
-        Without a scale, use one at which the gradients can double before they overflow.
-        """
-        scale = scale or (self.largest_scale() or 2.0) / 2
+    def check(self, expected: float, tolerance: float, scale: float) -> Check:
+        """Compare with float32, where the loss is ``expected``."""
         with preserved(self.model):
             lazy_loss, gradients = self.differentiate(scale)
             loss = float(lazy_loss)

@@ -70,7 +70,7 @@ CASES = [  # gains, x, loss function, loss scale, cause, layer, text
     ({"fc2": 3e4}, 4.0, mean_square, 1.0,
         "forward", "blocks.1", ": Values reach 1.2e+05, above 65504."),
     ({"fc2": 1e5}, 0.1, mean_square, 1.0,
-        "forward", "blocks.1.fc2", "Values reach 1e+04, and the output is off by"),
+        "forward", "blocks.1.fc2", "Values reach 1e+04, and its output is off by"),
     ({"between": 6e4}, 4.0, mean_square, 1.0,
         "forward", "blocks.1", "Values reach 2.4e+05, above 65504."),
     ({"after": 6e4}, 4.0, mean_square, 1.0,
@@ -137,7 +137,7 @@ def test_explain_overflow_reports_an_input_that_overflows_in_the_cast():
 
     report = explained()
     assert (report.cause, report.layer) == ("forward", "")
-    assert "The model: Values reach 2.5e+05, and the output is" in str(report)
+    assert "The model: Values reach 2.5e+05, and its output is" in str(report)
     assert explained(cast_inputs=False).cause == "nothing"
 
 

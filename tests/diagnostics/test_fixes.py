@@ -118,7 +118,7 @@ def test_small_gradients_that_underflow_without_scaling_are_reported():
     model.set_dtype(HALF)
     report = explain_overflow(model, lambda *xs: 1e-6 * loss_fn(*xs), *batch(model))
     assert (report.cause, report.line) == ("nothing", "")
-    assert "Small gradients underflow: at a loss scale of 2^16, they match" in str(
+    assert "Small gradients underflow. At a loss scale of 2^16, they match" in str(
         report
     )
 
