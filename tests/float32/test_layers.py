@@ -200,59 +200,42 @@ def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
         assert not all_finite(function(TOKENS))
 
 
-class Stream(nn.Module):
-    """A residual stream that passes 65504 in the second block."""
-
-    class Add(nn.Module):
-        def __init__(self, gain):
-            super().__init__()
-            self.weight = mx.full((8,), gain)
-
-        def __call__(self, x):
-            return x + self.weight * mx.sign(x)
-
-    class Mean(nn.Module):
-        """Holds no parameter that could show the dtype of the model."""
-
-        def __call__(self, x):
-            return x / mx.abs(x).max()
-
-    def __init__(self):
+class Add(nn.Module):
+    def __init__(self, gain):
         super().__init__()
-        self.layers = [self.Add(1.0), self.Add(6e4), self.Add(6e4), self.Add(6e4)]
-        self.norm = self.Mean()
-        self.head = nn.Linear(8, 4, bias=False)
-        self.dtypes = deque(maxlen=5)
+        self.weight = mx.full((8,), gain, HALF)
 
     def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-            self.dtypes.append(x.dtype)
-        x = self.norm(x)
-        self.dtypes.append(x.dtype)
-        return self.head(x)
+        return x + self.weight * mx.sign(x)
+
+
+class Mean(nn.Module):
+    """Holds no parameter that could show the dtype of the model."""
+
+    def __call__(self, x):
+        return x / mx.abs(x).max()
 
 
 @pytest.mark.parametrize(
     "where",
     [
-        ["layers.1 to norm"],
+        ["layers.1 to layers.4"],
         # A layer in two chains casts back only if it ends both.
-        ["layers.1", "layers.1 to layers.2", "layers.2 to norm"],
+        ["layers.1", "layers.1 to layers.2", "layers.2 to layers.4"],
     ],
 )
 def test_chain_passes_float32_from_layer_to_layer(where):
     mx.random.seed(0)
-    model, x = Stream(), mx.random.normal((2, 8)).astype(HALF)
-    model.set_dtype(HALF)
+    model = nn.Sequential(*map(Add, (1.0, 6e4, 6e4, 6e4)), Mean(), Add(1.0))
+    x = mx.random.normal((2, 8)).astype(HALF)
     expected = as_float32(model)(x.astype(mx.float32))
     float32_layers(model, "layers.*")
     assert not all_finite(model(x))
     paths = float32_layers(model, where)
-    assert paths == ["layers.1", "layers.2", "layers.3", "norm"] == list_layers(model)
+    assert paths == [f"layers.{i}" for i in (1, 2, 3, 4)] == list_layers(model)
+    assert model(x).dtype == HALF
     assert_close(model(x), expected)
-    assert list(model.dtypes) == [HALF, mx.float32, mx.float32, mx.float32, HALF]
-    float32_layers(model, [*where, "norm to head to the loss"])
+    float32_layers(model, [*where, "layers.4 to layers.5 to the loss"])
     assert model(x).dtype == mx.float32
     assert_close(model(x), expected)
 
@@ -353,25 +336,13 @@ def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-class Shared(nn.Module):
-    """``up`` is a float32 layer inside another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Mlp()
-        self.up = self.inner.up
-        self.norm = nn.RMSNorm(8)
-
-    def __call__(self, x):
-        return self.norm(self.inner(x))
-
-
 def test_float32_layer_inside_another_passes_float32_on():
-    model = Shared()
+    model = nn.Sequential(Mlp(), nn.RMSNorm(8))
+    model.up = model.layers[0].up
     model.set_dtype(HALF)
     x = mx.full((2, 8), 200, HALF)
     expected = as_float32(model)(x.astype(mx.float32))
-    float32_layers(model, ["inner", "up"])
+    float32_layers(model, ["layers.0", "up"])
     assert_close(model(x), expected)
 
 

@@ -75,3 +75,10 @@ def test_one_wrong_row_of_many_is_seen_and_a_tiny_row_is_not():
     assert error(400, Norm()) == pytest.approx(1.0)
     # Rounds by far more than other rows, relative to its own size.
     assert error(1e-5, nn.Linear(8, 8, bias=False)) < 1e-2
+
+
+def test_error_is_that_of_the_dtype_in_which_the_model_computes():
+    model, x = make()
+    model.set_dtype(mx.bfloat16)
+    # 400 squared fits into bfloat16, but not into float16.
+    assert errors(model, x.astype(mx.bfloat16))["layers.1"] < 0.1
