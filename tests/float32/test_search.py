@@ -173,6 +173,23 @@ def defined_in_another_order():
     return model, lambda x: last(first[1](first[0](x))).astype(mx.float32).mean()
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        mx.random.seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.norm = nn.RMSNorm(8)
+
+    def __call__(self, tokens):
+        return self.embed.as_linear(self.norm(self.embed(tokens)))
+
+
+def tied():
+    model = Tied()
+    model.set_dtype(HALF)
+    return model, lambda tokens: mx.square(300 * model(tokens)).sum()
+
+
 ONE = mx.ones((4, 8), HALF)
 CHAIN = ["layers.1 to layers.2"]
 FOUND = {
@@ -187,8 +204,12 @@ FOUND = {
     "a batch that fits": (lambda: make(2000.0), [X], {}, []),
     "batches of other shapes": (lambda: make(2000.0), [X, X[:2] * 50, {"x": X[:3]}], {},
         ["layers.3 to last"]),
+    "larger batch first": (lambda: identities(1e4, 4.0, 1e-5), [4 * ONE, ONE], {},
+        ["layers.0 to layers.2"]),
     "last layer": (large_output, [mx.abs(X).astype(mx.float32)],
         {"compute_dtype": HALF}, ["layers.2 to the loss"]),
+    "last layer before a tied embedding": (tied, [mx.arange(16)], {},
+        ["norm to the loss"]),
     "one layer": (one_layer, [X * 8], {}, [" to the loss"]),
     "two overflows in a layer": (overflows_twice, [X], {}, ["layers.1"]),
     "order": (defined_in_another_order, [ONE], {},
