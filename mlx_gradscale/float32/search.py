@@ -231,17 +231,18 @@ def _find_chains(
     found = [y for x in others for y in _find_chains(model, x, is_large)]
     if not large:
         return found
-    is_at_end, is_own = large[-1] == len(children), not made[large[0]]
-    if not call.path or is_to_loss:
-        if is_at_end and len(chain) == 1 and not read[-2]:
-            # If a model returns a large value of its last layers, select only these.
-            inner = _find_chains(model, chain[0], is_large, is_to_loss=True)
-            if inner and inner[-1][1]:
-                return found + inner
-    # The call's own code may compute the value, or use it at its end.
-    elif is_at_end or (is_own and (not large[0] or _share(model, [call.path]) <= 0.5)):
-        return [*found, ([call], False)]
-    return [*found, (chain, is_at_end)]
+    # The call's own code may compute the value, or use the last one.
+    computes, uses = not made[large[0]], large[-1] == len(children)
+    if call.path and not is_to_loss:
+        is_small = large[0] == 0 or _share(model, [call.path]) <= 0.5
+        if uses or (computes and is_small):
+            return [*found, ([call], False)]
+    elif uses and len(chain) == 1 and not read[-2]:
+        # If a model returns a large value of its last layers, select only these.
+        inner = _find_chains(model, chain[0], is_large, is_to_loss=True)
+        if inner and inner[-1][1]:
+            return found + inner
+    return [*found, (chain, uses)]
 
 
 def _name(model: nn.Module, chain: list[Call], is_to_loss: bool) -> list[str]:
@@ -258,7 +259,8 @@ def _wider_choices(roots: list[Call]) -> list[dict[str, str]]:
 
     def describe(call: Call) -> str:
         off = f"off by {call.error:.0%}" if call.error < math.inf else "non-finite"
-        return f"Values reach {call.largest:.3g}, and its output is {off} in half."
+        text = f"Values reach {call.largest:.3g}, and its output is {off}"
+        return f"{text} in half precision."
 
     calls = [x for root in roots for x in root.walk() if x.error >= _FAR]
     all_wrong = {x.path or "": describe(x) for x in calls}
