@@ -118,9 +118,7 @@ def test_small_gradients_that_underflow_without_scaling_are_reported():
     model.set_dtype(HALF)
     report = explain_overflow(model, lambda *xs: 1e-6 * loss_fn(*xs), *batch(model))
     assert (report.cause, report.line) == ("nothing", "")
-    assert "Small gradients underflow. At a loss scale of 2^16, they match" in str(
-        report
-    )
+    assert report.where.startswith("Small gradients underflow. At a loss scale of 2^16")
 
 
 def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
