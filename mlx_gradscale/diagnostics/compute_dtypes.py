@@ -36,17 +36,22 @@ class DtypeReport:
             own = [layer.parameters] if layer.parameters else []
             dtypes = map(_names, (own, layer.inputs, layer.outputs))
             rows.append([layer.path or "(model)", *dtypes])
-        lines = [align(rows, left=4)]
+        text = (
+            "No layer computes in half precision. Pass compute_dtype=mx.float16, or "
+            "call model.set_dtype(mx.float16)."
+        )
+        if any(layer.parameters is not None for layer in self.layers):
+            text = "No layer with half-precision parameters computes in float32."
         if self.first is not None:
-            lines.append(_describe_promotion(self.first))
-        elif any(layer.parameters is not None for layer in self.layers):
-            lines.append("No layer with half-precision parameters computes in float32.")
-        else:
-            lines.append(
-                "No layer computes in half precision. Pass compute_dtype=mx.float16, "
-                "or call model.set_dtype(mx.float16)."
+            half = _names([self.first.parameters])
+            text = (
+                f"{self.first.path or 'The model'} has {half} parameters but returns "
+                f"float32, from inputs of {_names(self.first.inputs)}. So does "
+                "everything computed from its output, which costs time and memory. "
+                f"Cast its float32 inputs to {half}, typically batches, masks, "
+                "positions or outputs of frozen layers or another model; or its output."
             )
-        return "\n".join(lines)
+        return f"{align(rows, left=4)}\n{text}"
 
 
 def compute_dtypes(
@@ -87,32 +92,10 @@ def compute_dtypes(
         ('layers.0', (mlx.core.float32,))
     """
     casting = Casting(compute_dtype, keep, cast_inputs)
-    trial = Trial(model, loss_fn, args, kwargs, casting)
-    call, _ = trace(trial, evaluate=False)
-    *calls, _ = call.walk()
+    root, _ = trace(Trial(model, loss_fn, args, kwargs, casting))
+    *calls, _ = root.walk()  # without the call of the loss function
     return DtypeReport(tuple(call for call in calls if not call.is_float32))
 
 
 def _names(dtypes: Any) -> str:
     return ", ".join(dict.fromkeys(map(dtype_name, dtypes))) or "-"
-
-
-def _describe_promotion(layer: Call) -> str:
-    """Describe a half-precision layer that computes in float32, and how to fix it."""
-    half = _names([layer.parameters])
-    name = repr(layer.path) if layer.path else "The model"
-    other = next((x for x in layer.inputs if x != layer.parameters), None)
-    if other is None:
-        why = "although none of its inputs is float32"
-        remedy = f"Make the layer return {half}."
-    else:
-        why = f"because an input is {dtype_name(other)}"
-        remedy = (
-            f"Cast this input to {half}. Typical sources of float32 are batches, "
-            "masks, positions, frozen layers and the outputs of another model."
-        )
-    return (
-        f"{name} has {half} parameters but computes in float32, {why}. So does "
-        "everything computed from its output, unless it is cast back. This costs time "
-        f"and memory. {remedy}"
-    )

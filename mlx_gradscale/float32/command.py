@@ -24,8 +24,6 @@ def _search(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     if not Path(options.model).is_dir():
         raise ValueError(f"--model must be a local folder, got {options.model!r}.")
-    if options.batches < 1 or options.max_seq_length < 1:
-        raise ValueError("--batches and --max-seq-length must be 1 or more.")
     if not options.output.endswith(".json"):
         raise ValueError(f"--output must end in .json, got {options.output!r}.")
     found = find_float32_layers(

@@ -17,14 +17,8 @@ from ..core.trees import Writes, commit, leaves
 from ..files.text import dtype_name
 from .where import TO_THE_LOSS, is_inside, ordered_modules, resolve
 
-# The BatchNorm attribute that holds the original dtype of the running statistics.
-_OWN_DTYPE = "_statistics_dtype"
-
 # Whether the current code runs inside the call of a float32 layer.
 _is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
-# The half-precision dtype in which the last chain started, for a layer at its end that
-# sees no other dtype than float32.
-_chain_dtype: ContextVar[mx.Dtype | None] = ContextVar("chain_dtype", default=None)
 
 
 @dataclass(eq=False)
@@ -32,12 +26,13 @@ class Float32Call:
     """Handler that makes a layer compute in float32.
 
     Attributes:
-        starts_chain (bool): Whether its arguments come from outside.
         casts_back (bool): Whether to cast outputs back to half precision.
+        half (str): The dtype of the model's parameters, for a layer that sees no other
+            dtype than float32. A name, because a ``Dtype`` cannot be copied.
     """
 
-    starts_chain: bool
     casts_back: bool
+    half: str
     computes_in_float32 = True
 
     def __call__(
@@ -53,13 +48,11 @@ class Float32Call:
                 outputs = function(*_upcast(args), **named)
         finally:
             _is_inside_layer.reset(token)
+        if not self.casts_back:
+            return outputs
         given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
         dtype = first_half(given) or parameter_dtype or compute_dtype.get()
-        if self.starts_chain:
-            _chain_dtype.set(dtype)
-        dtype = dtype or _chain_dtype.get()
-        if dtype is None or not self.casts_back:
-            return outputs
+        dtype = dtype or getattr(mx, self.half)
 
         def downcast(x: Any) -> Any:
             is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32
@@ -73,20 +66,25 @@ def computes_in_float32(module: nn.Module) -> bool:
     return any(isinstance(handler, Float32Call) for handler in get_handlers(module))
 
 
+def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
+    """Return the dtype of the first half-precision array, or None."""
+    dtypes = (x.dtype for x in arrays if isinstance(x, mx.array))
+    return next((dtype for dtype in dtypes if dtype in HALF), None)
+
+
 def float32_layers(model: nn.Module, where: Any) -> list[str]:
     """Make selected layers of a half-precision model compute in float32.
 
     These layers cast their arguments and parameters to float32 for the duration of each
     call, and cast their outputs back. Parameters keep their names and dtypes, so
     saving, loading, freezing, copying, pickling and gradient checkpointing work as
-    before. If you replace layers later, with ``nn.quantize`` or LoRA for example, call
-    this function again. Only the running statistics of a BatchNorm become float32. In a
-    float32 model, these layers have an effect only if you train with ``compute_dtype``:
-    their parameters then stay in float32.
+    before. In a float32 model, this has an effect only with ``compute_dtype``: the
+    parameters of these layers then stay in float32.
 
-    Each call replaces the selection from earlier calls, and
-    ``float32_layers(model, [])`` restores the original model. If you change the
-    selection after compiling a step, compile the step again.
+    Each call replaces the earlier selection, and ``float32_layers(model, [])`` undoes
+    it. Only the running statistics of a selected BatchNorm become float32, and stay so.
+    After a call, compile the step again. If you replace layers later, with
+    ``nn.quantize`` or LoRA for example, call this function again.
 
     If a value too large for float16 passes from layer to layer, as in a residual
     stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` selects
@@ -133,22 +131,22 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     paths = list(dict.fromkeys(path for chain in chains.values() for path in chain))
     # Modules are compared by id, because one module may have several paths. The last
     # layer of a chain may pass float32 on in another chain.
+    selected = {id(modules[path]) for path in paths}
+    half = dtype_name(first_half(leaves(model.parameters())) or mx.float32)
     passing = {
         id(modules[path])
         for entry, chain in chains.items()
         for path in chain[: None if entry.endswith(TO_THE_LOSS) else -1]
     }
-    starts = {id(modules[chain[0]]) for chain in chains.values()}
-    selected = {id(modules[path]) for path in paths}
-    inside = {id(modules[path]) for path in modules if is_inside(path, *paths)}
-    for module in modules.values():
+    for path, module in modules.items():
         handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
         if id(module) in selected:
             # Innermost, so that handlers that measure see half precision.
-            call = Float32Call(id(module) in starts, id(module) not in passing)
-            handlers.insert(0, call)
+            handlers.insert(0, Float32Call(id(module) not in passing, half))
         set_handlers(module, tuple(handlers))
-        _cast_statistics(module, id(module) in inside)
+        if isinstance(module, nn.BatchNorm) and is_inside(path, *paths):
+            for name in {"running_mean", "running_var"} & module.keys():
+                module[name] = to_float32(module[name])
     return paths
 
 
@@ -172,14 +170,14 @@ def _upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
     """
     trainable = {id(x) for x in leaves(module.trainable_parameters())}
     places = [place for place in writable_arrays(module) if place[2].dtype in HALF]
-    # Keyed by id, so that a tied weight (one array in several places) is cast once.
-    new = {id(old): old for _, _, old in places}
-    parameters = [old for old in new.values() if id(old) in trainable]
-    if parameters:
-        restored = _restore_in_backward(parameters, places)
-        new |= {id(x): y for x, y in zip(parameters, restored, strict=True)}
-    new = {key: to_float32(x) for key, x in new.items()}
-    commit([(container, key, new[id(old)]) for container, key, old in places])
+    # By id, so that a tied weight (one array in several places) is cast once.
+    halves = {id(old): old for _, _, old in places}
+    weights = [old for key, old in halves.items() if key in trainable]
+    if weights:
+        restored = _restore_in_backward(weights, places)
+        halves |= {id(x): y for x, y in zip(weights, restored, strict=True)}
+    upcast = {key: to_float32(x) for key, x in halves.items()}
+    commit([(container, key, upcast[id(old)]) for container, key, old in places])
     try:
         yield places[0][2].dtype if places else None
     finally:
@@ -187,43 +185,25 @@ def _upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         for container, key, old in places:
             now = container[key]
             # Keep buffers that the forward pass updated, such as a running mean.
-            # Restore parameters, which only mx.checkpoint replaces.
+            # Restore weights, which only mx.checkpoint replaces.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
-            is_updated = is_buffer and now is not new[id(old)]
+            is_updated = is_buffer and now is not upcast[id(old)]
             kept = now.astype(old.dtype) if is_updated else old
             writes.append((container, key, kept))
         commit(writes)
 
 
-def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
-    """Pass parameters through an identity whose backward pass restores the module.
+def _restore_in_backward(weights: list[mx.array], places: Writes) -> list[mx.array]:
+    """Pass weights through an identity whose backward pass restores the module.
 
     A checkpointed layer runs again in the backward pass. Without this function, the
-    second run would leave float32 parameters in the module.
+    second run would leave float32 weights in the module.
     """
 
     def restore(_: Any, cotangents: Any, __: Any) -> Any:
         commit([p for p in places if p[0][p[1]].dtype != p[2].dtype])
         return cotangents
 
-    identity: Any = mx.custom_function(lambda *parameters: parameters)
+    identity: Any = mx.custom_function(lambda *weights: weights)
     identity.vjp(restore)
-    return list(identity(*parameters))
-
-
-def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
-    """Return the dtype of the first half-precision array, or None."""
-    dtypes = (x.dtype for x in arrays if isinstance(x, mx.array))
-    return next((dtype for dtype in dtypes if dtype in HALF), None)
-
-
-def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
-    """Cast a BatchNorm's running statistics to float32, or to their original dtype."""
-    if not isinstance(module, nn.BatchNorm) or "running_mean" not in module:
-        return
-    own = vars(module).pop(_OWN_DTYPE, None) or dtype_name(module.running_mean)
-    if to_float32 and own != "float32":
-        object.__setattr__(module, _OWN_DTYPE, own)
-    dtype = mx.float32 if to_float32 else getattr(mx, own)
-    for name in ("running_mean", "running_var"):
-        module[name] = module[name].astype(dtype)
+    return list(identity(*weights))

@@ -12,12 +12,10 @@ from .where import FORMAT, TO
 _MAX_ROWS = 40
 # GradScaler's default scale, at which a run starts unless it is calibrated.
 FIRST_SCALE = 65536.0
-
-_WHOLE_MODEL = (
-    "The whole model would have to compute in float32, at the cost of a float32 model. "
-    "The overflow is probably in the model's own code, between its layers, or in the "
-    "loss function. Instead of adding the lines, cast that expression to float32 "
-    "(x.astype(mx.float32)), move it into its own layer, or train in bfloat16."
+_SAVES_LITTLE = (
+    "This saves little. If an expression in the model or the loss overflows, cast it "
+    "to float32 (x.astype(mx.float32)) or move it into its own layer. Otherwise, it is "
+    "better to train in bfloat16 or float32."
 )
 
 
@@ -73,13 +71,15 @@ class Float32Search:
         """The code that fixes the overflow, and its cost; "" if none is needed."""
         lines = []
         if self.where:
-            where = self.where[0] if len(self.where) == 1 else self.where
+            share = percent(self.float16_parameters)
             lines += [
-                self._cost,
+                f"{share} of the parameters still compute in half precision.",
                 "Add these lines before the first step, and compile it again:",
                 "    import mlx_gradscale",
-                f"    mlx_gradscale.float32_layers(model, {where!r})",
+                f"    mlx_gradscale.float32_layers(model, {self.where!r})",
             ]
+            if self.float16_parameters < 0.5:
+                lines.insert(1, _SAVES_LITTLE)
         if self.scale != FIRST_SCALE and not self.problem:
             what = "overflow" if self.scale < FIRST_SCALE else "underflow"
             lines.append(
@@ -87,16 +87,6 @@ class Float32Search:
                 "mlx_gradscale.diagnostics.calibrate() finds a better scale."
             )
         return "\n".join(lines)
-
-    @property
-    def _cost(self) -> str:
-        if any(not entry.partition(TO)[0] for entry in self.where):
-            return _WHOLE_MODEL
-        share = percent(self.float16_parameters)
-        text = f"{share} of the parameters still compute in half precision."
-        if self.float16_parameters < 0.5:
-            text += " This saves little: it is better to train in bfloat16 or float32."
-        return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
@@ -119,13 +109,11 @@ class Float32Search:
             lines.append(f"  {model}{entry}: {why}")
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines += [f"Loss {', '.join(losses)}.", *filter(None, [self.line])]
-        least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]
         rows: list[tuple[str, ...]] = [("layer", "largest", "headroom", "dtype")]
-        for row in least:
+        for row in sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]:
             dtype = "float32" if row.is_float32 else "half"
             numbers = f"{row.largest:.3g}", f"{row.headroom:+.1f}"
             rows.append((row.layer or "(model)", *numbers, dtype))
-        lines.append(align(rows))
-        if len(least) < len(self.rows):
-            lines.append(f"... and {len(self.rows) - len(least)} more")
-        return "\n".join(lines)
+        if len(self.rows) > _MAX_ROWS:
+            rows.append(("...", "", "", ""))
+        return "\n".join([*lines, align(rows)])

@@ -3,7 +3,9 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -12,34 +14,21 @@ from mlx.utils import tree_flatten
 
 from ..core.forward import Casting
 from ..core.gradients import check_loss_fn
-from ..files.text import dtype_name
-from .check import Check, check, find_bad, find_bad_input, is_loss_off
 from .layers import float32_layers
-from .report import FIRST_SCALE, Float32Search, Row
-from .trace import Call, floats, magnitude, trace
-from .trial import Trial, preserved
+from .report import Float32Search, Row
+from .trace import Call, floats, magnitude, measure
+from .trial import Check, Trial, preserved
 from .where import TO, TO_THE_LOSS, is_inside, resolve
 
 # Seconds before progress is printed: shorter work ends before anyone wonders.
 _DELAY = 3.0
-# Errors of a layer in half precision. Rounding stays below the first, but for a choice
-# between two near values, such as experts; an overflow in a sum exceeds it. The second
-# applies if the loss is off but no error exceeds the first.
-_FAR, _SUSPICIOUS = 0.25, 0.05
-# How often layers are added for one batch, and how many layers before the loss to try.
-_ROUNDS, _LAST_LAYERS = 5, 8
+# The error of a layer that is wrong in half precision. Rounding stays below, but for a
+# choice between two near values, such as experts; an overflow in a sum exceeds it.
+_FAR = 0.25
 _LOOK = (
     "Look for values that grow too large, a logarithm or square root of zero, a "
     "division by zero, or a cast to half precision."
 )
-_ROOT = (
-    "The derivatives of sqrt and of a norm, for example, are inf or NaN at zero, which "
-    "an epsilon fixes."
-)
-
-
-class NoFixFound(Exception):
-    """Raised if no choice of float32 layers helps; the message gives the reason."""
 
 
 def find_float32_layers(
@@ -54,15 +43,15 @@ def find_float32_layers(
 ) -> Float32Search:
     """Find the layers that must compute in float32, and verify that they suffice.
 
-    Every batch runs in float32. If a value between layers comes within a factor of
-    ``margin`` of the dtype's maximum, 65504 for float16, the search selects all layers
-    from the one that computes this value to the last one that reads it. If the loss in
-    half precision still differs from float32, each layer also runs in half precision on
-    its float32 inputs, and the layers that differ are selected. Finally, the gradients
-    of the whole model must match float32.
+    Every batch runs once in float32, where each layer also runs in half precision on
+    its float32 inputs. If a value between layers comes within a factor of ``margin`` of
+    the dtype's maximum, 65504 for float16, the search selects all layers from the one
+    that computes this value to the last one that reads it. Then loss and gradients in
+    half precision must match float32. While the loss does not, the search adds the
+    layers whose outputs differ, the last layer before the loss, or the whole model.
 
-    For each batch, this takes the time of about three training steps if no layers are
-    wrong, and of at most about forty. The model must fit into memory in float32, with
+    For each batch, this takes the time of about six training steps if no layers are
+    wrong, and of at most about thirty. The model must fit into memory in float32, with
     the gradients of two passes. On a terminal, a search that takes longer than three
     seconds prints its runs to stderr. The search does not change the model. Pass the
     result to :func:`mlx_gradscale.float32_layers`, or save it for later.
@@ -121,7 +110,7 @@ def find_float32_layers(
         args = () if named is batch else batch
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         name = f"Batch {i} of {len(batches)}" if len(batches) > 1 else Trial.name
-        trials.append(Trial(model, loss_fn, args, named, casting, name=name))
+        trials.append(Trial(model, loss_fn, args, named, casting, name))
     if trials[0].half is None:
         raise ValueError(
             "The model does not compute in half precision. Pass compute_dtype="
@@ -134,209 +123,187 @@ def search(
     trials: Sequence[Trial], tolerance: float, margin: float = 1.0
 ) -> Float32Search:
     """Run the search of :func:`find_float32_layers` on one trial per batch."""
-    state, problem = _Search(trials[0], tolerance, margin), ""
-    try:
-        losses = [state.cover(trial) for trial in trials]
-        for trial, expected in zip(trials, losses, strict=True):
-            state.fix_loss(trial, expected)
-        for trial in trials:
-            state.check_gradients(trial)
-    except NoFixFound as error:
-        state.reasons, problem = {}, str(error)
-    return state.report(problem)
+    model, start = trials[0].model, time.monotonic()
 
-
-def find_wrong(call: Call, error: float) -> list[Call]:
-    """Return the innermost calls whose error in half precision is this large."""
-    inside = [x for child in call.children for x in find_wrong(child, error)]
-    return inside or ([call] if call.error >= error else [])
-
-
-class _Search:
-    """The state of a search: the layers found so far, and the largest values."""
-
-    def __init__(self, trial: Trial, tolerance: float, margin: float):
-        self.reasons: dict[str, str] = {}
-        self._checks: list[Check] = []
-        self._model, self._tolerance = trial.model, tolerance
-        self._half = trial.half or mx.float16
-        self._maximum = float(mx.finfo(self._half).max)
-        self._large = self._maximum / margin
-        self._largest: dict[str, float] = {}
-        self._count, self._start = 0, time.monotonic()
-
-    def _show(self, run: str) -> None:
-        self._count += 1
-        if sys.stderr.isatty() and time.monotonic() - self._start >= _DELAY:
-            text = f"Search for float32 layers, run {self._count}: {run}"
+    def show(trial: Trial, run: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() - start >= _DELAY:
+            text = f"Search for float32 layers: {trial.name} {run}"
             print(text, file=sys.stderr, flush=True)
 
-    def _loss(self, trial: Trial, where: Iterable[str]) -> float:
-        """Return the loss in half precision with these float32 layers."""
-        self._show(f"{trial.name} in half precision")
-        with preserved(self._model):
-            float32_layers(self._model, list(where))
-            return float(trial.differentiate()[0])
-
-    def report(self, problem: str) -> Float32Search:
-        """Return the layers found, the losses and the largest value of every layer."""
-        where = list(resolve(self._model, self.reasons))
-        inside = self._paths(where)
-        rows = [
-            Row(path, size, is_inside(path, *inside), self._maximum)
-            for path, size in self._largest.items()
-        ]
-        losses = [(found.expected_loss, found.loss) for found in self._checks]
-        reasons = {entry: self.reasons[entry] for entry in where}
-        share = 1.0 - self._share(inside)
-        scale = min((found.scale for found in self._checks), default=FIRST_SCALE)
-        return Float32Search(where, reasons, rows, problem, losses, share, scale)
-
-    def _paths(self, where: Iterable[str]) -> list[str]:
-        return [p for paths in resolve(self._model, where).values() for p in paths]
-
-    def _share(self, paths: Sequence[str]) -> float:
-        """Return the share of the model's parameters inside the given modules."""
-        sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
-        inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
-        return float(inside / max(sum(sizes.values()), 1))
-
-    # Large values between layers, as measured in the float32 run.
-
-    def cover(self, trial: Trial) -> float:
-        """Select the layers that exchange large values; return the loss in float32."""
-        self._show(f"{trial.name} in float32")
-        with trial.in_float32() as exact:
-            call, loss = trace(exact)
+    # Measure every layer, and select those that exchange large values.
+    reasons: dict[str, str] = {}
+    roots, losses = [], []
+    for trial in trials:
+        show(trial, "in float32, and each layer in half precision")
+        with _selected(model, []):
+            root, loss = measure(trial)
         if not math.isfinite(loss):
-            *_, text = find_bad_input(trial)
-            bad = (x.path for x in call.walk() if x.largest_output == math.inf)
-            if not text and (path := next(bad, None)) is not None:
-                text = f"The output of {path or 'the model'} is the first. {_LOOK}"
-            text = text or f"The loss is {loss}. {_LOOK}"
-            raise NoFixFound(
-                f"{trial.name} gives non-finite values even in float32. {text}"
-            )
-        for x in call.walk():
-            if x.path is not None:
-                largest = self._largest.get(x.path, 0.0)
-                self._largest[x.path] = max(x.largest, largest)
-        # The batch itself can be large, but training does not change it.
-        batch = floats((trial.args, trial.kwargs))
-        self._given = {float(magnitude([x])) for x in batch}
-        self._cover(call)
-        return loss
-
-    def _is_large(self, size: float) -> bool:
-        return size >= self._large and size not in self._given
-
-    def _cover(self, call: Call) -> None:
-        """Select a call's layers that exchange values near or above the maximum."""
-        # Example: a model calls embed, blocks.0, blocks.1, norm and head in this order.
-        # If blocks.1 returns 1e5, norm reads it: "blocks.1 to norm". If the model's own
-        # code multiplies the output of embed by 1e6, blocks.0 is the first to read it,
-        # so the chain starts one call earlier: "embed to norm". If head returns 1e5:
-        # "head to the loss". If blocks.0 itself computes 1e5 between its own layers,
-        # the call is that of blocks.0, and the entry "blocks.0".
-        children = call.children
-        reads = [self._is_large(x.largest_input) for x in children]
-        makes = [self._is_large(x.largest_output) for x in children]
-        large = [i for i in range(len(children)) if reads[i] or makes[i]]
-        for i, child in enumerate(children):
-            if i not in large:
-                self._cover(child)
-        inside = self._paths(self.reasons)
-        if all(is_inside(children[i].path or "", *inside) for i in large):
-            return
-        first, last = large[0], large[-1] + makes[large[-1]]
-        is_whole = last == len(children)
-        if reads[first]:
-            # The caller's own code computes the value, after its previous child.
-            is_whole |= not first or self._share([call.path or ""]) <= 0.5
-            first = max(first - 1, 0)
-        chain = self._chain(children[first:], last - first)
-        entry = call.path if call.path and is_whole else chain
-        largest = max(children[i].largest for i in large)
-        above = "above" if largest > self._maximum else "close to"
-        self.reasons[entry] = f"Values reach {largest:.3g}, {above} {self._maximum:g}."
-
-    def _chain(self, calls: list[Call], last: int) -> str:
-        """Name the chain from the first of some calls to the last, or to the loss."""
-        end = TO_THE_LOSS if last == len(calls) else ""
-        calls = calls[: last + 1]
-        # If the model returns the large value of its last layers, only these have to
-        # compute in float32.
-        while end and len(calls) == 1 and not self._is_large(calls[0].largest_input):
-            inner = calls[0].children
-            large = [i for i, x in enumerate(inner) if self._is_large(x.largest_output)]
-            if not large or self._is_large(inner[large[0]].largest_input):
-                break
-            calls = inner[large[0] :]
-        paths = list(dict.fromkeys(x.path or "" for x in calls))
-        short = TO.join(dict.fromkeys([paths[0], paths[-1]]))
-        return (short if self._paths([short]) == paths else TO.join(paths)) + end
-
-    # Layers that are wrong in half precision.
-
-    def fix_loss(self, trial: Trial, expected: float) -> None:
-        """Select layers until the loss of this batch agrees with float32."""
-        for _ in range(_ROUNDS):
-            loss = self._loss(trial, self.reasons)
-            if not is_loss_off(loss, expected, self._tolerance):
-                return
-            self._show(f"{trial.name} in float32, and each layer in half precision")
-            with preserved(self._model):
-                float32_layers(self._model, list(self.reasons))
-                with trial.in_float32() as exact:
-                    call, _ = trace(exact, self._half)
-            found = find_wrong(call, _FAR) or find_wrong(call, _SUSPICIOUS)
-            why = {x.path or "": self._describe(x) for x in found}
-            if not why and (last := self._find_last_layer(trial, call, expected)):
-                why = {last: f"The loss is {loss:.4g} instead of {expected:.4g}."}
-            if not why.keys() - self.reasons.keys():
-                break
-            self.reasons |= why
-        raise NoFixFound(
-            "Even computing the whole model in float32 is not enough. The loss is "
-            f"{loss:.4g} instead of {expected:.4g}. {_LOOK}"
-        )
-
-    def _describe(self, call: Call) -> str:
-        name, size = call.path or "the model", call.largest_input
-        if size > self._maximum:
-            return f"The input of {name} reaches {size:.3g}, above {self._maximum:g}."
-        what = f"off by up to {min(call.error, 9.99):.0%}"
-        what = what if call.error < math.inf else "non-finite"
-        return f"The output of {name} is {what} in {dtype_name(self._half)}."
-
-    def _find_last_layer(self, trial: Trial, call: Call, expected: float) -> str | None:
-        """Return the chain to the loss that is needed if the loss function is wrong."""
-        paths = [x.path for x in call.walk() if x.path and not x.children]
-        # Skip layers called twice, such as tied embeddings: both outputs would change.
-        once = [path for path in reversed(paths) if paths.count(path) == 1]
-        for last in [*once[:_LAST_LAYERS], ""]:
-            entry = f"{last}{TO_THE_LOSS}"
-            loss = self._loss(trial, [*self.reasons, entry])
-            if not is_loss_off(loss, expected, self._tolerance):
-                return entry
-        return None
-
-    def check_gradients(self, trial: Trial) -> None:
-        """Check the gradients of this batch at a scale at which they fit."""
-        self._show(f"{trial.name} forward and backward")
-        scales = FIRST_SCALE, None
-        found = check(trial, list(self.reasons), scales, self._tolerance)
-        self._checks.append(found)
+            return Float32Search([], problem=_explain_loss(trial, root, loss))
+        reasons |= _find_large(trial, root, margin, _paths(model, reasons))
+        roots.append(root)
+        losses.append(loss)
+    # Verify the selection on every batch, and widen it while a loss is wrong.
+    wider = _wider_choices(roots)
+    added: dict[str, str] = {}
+    checks: list[Check] = []
+    while len(checks) < len(trials):
+        trial, expected = trials[len(checks)], losses[len(checks)]
+        show(trial, "in half precision, compared with float32")
+        with _selected(model, reasons | added):
+            found = trial.verify(expected, tolerance)
         if found.is_good:
-            return
-        with trial.in_float32() as exact:
-            bad = find_bad(exact.differentiate()[1])
-        if bad or found.bad_gradients:
-            where = "even in float32" if bad else "at every loss scale"
-            text = f"{trial.name} gives non-finite gradients {where}."
-            raise NoFixFound(f"{text} {_ROOT}")
-        raise NoFixFound(
-            "Nothing overflows, but rounding or underflow changes the gradients by "
-            f"{found.distance:.0%} compared with float32. Train in float32, or raise "
-            "the tolerance of find_float32_layers."
-        )
+            checks.append(found)
+        elif found.is_loss_off and wider:
+            added, checks = wider.pop(0), []
+        else:
+            return Float32Search([], problem=_explain(trial, expected, found))
+    where = list(resolve(model, reasons | added))
+    inside = _paths(model, where)
+    return Float32Search(
+        where,
+        {entry: (reasons | added)[entry] for entry in where},
+        _rows(roots, inside, trials[0].maximum),
+        losses=[(x, found.loss) for x, found in zip(losses, checks, strict=True)],
+        float16_parameters=1.0 - _share(model, inside),
+        scale=min(found.scale for found in checks),
+    )
+
+
+@contextmanager
+def _selected(model: nn.Module, where: Iterable[str]) -> Iterator[None]:
+    """Select float32 layers within a ``with`` block."""
+    with preserved(model):
+        float32_layers(model, list(where))
+        yield
+
+
+def _paths(model: nn.Module, where: Iterable[str]) -> list[str]:
+    return [path for paths in resolve(model, where).values() for path in paths]
+
+
+def _share(model: nn.Module, paths: Sequence[str]) -> float:
+    """Return the share of a model's parameters inside some modules."""
+    sizes = {path: x.size for path, x in tree_flatten(model.parameters())}
+    inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
+    return float(inside / max(sum(sizes.values()), 1))
+
+
+def _find_large(
+    trial: Trial, root: Call, margin: float, known: list[str]
+) -> dict[str, str]:
+    """Return the layers that exchange values near or above the maximum, and why."""
+    # The batch itself can be large, but training does not change it.
+    given = {float(magnitude([x])) for x in floats((trial.args, trial.kwargs))}
+    maximum = trial.maximum
+
+    def is_large(size: float) -> bool:
+        return size >= maximum / margin and size not in given
+
+    found: dict[str, str] = {}
+    for chain, is_to_loss in _find_chains(trial.model, root, is_large):
+        if not all(is_inside(x.path or "", *known) for x in chain):
+            largest = max(x.largest for x in chain)
+            text = "above" if largest > maximum else "close to"
+            text = f"Values reach {largest:.3g}, {text} {maximum:g}."
+            found |= dict.fromkeys(_name(trial.model, chain, is_to_loss), text)
+    return found
+
+
+def _find_chains(
+    model: nn.Module,
+    call: Call,
+    is_large: Callable[[float], bool],
+    is_to_loss: bool = False,
+) -> list[tuple[list[Call], bool]]:
+    """Return chains of calls that exchange large values, and whether with the loss."""
+    # Example: a model calls embed, blocks.0, blocks.1, norm and head in this order. If
+    # blocks.1 returns 1e5, norm reads it: "blocks.1 to norm". If the model's own code
+    # multiplies the output of embed by 1e6, blocks.0 is the first to read it, so the
+    # chain starts one call earlier: "embed to norm". If head returns 1e5: "head to the
+    # loss". If blocks.0 itself multiplies the output of its last layer: "blocks.0".
+    children = call.children
+    made = [False, *(is_large(x.largest_output) for x in children)]
+    read = [*(is_large(x.largest_input) for x in children), False]
+    # Number i is the place before child i.
+    large = [i for i, pair in enumerate(zip(made, read, strict=True)) if any(pair)]
+    chain = children[max(large[0] - 1, 0) : large[-1] + 1] if large else []
+    others = (x for x in children if x not in chain)
+    found = [y for x in others for y in _find_chains(model, x, is_large)]
+    if not large:
+        return found
+    # The call's own code may compute the value, or use the last one.
+    computes, uses = not made[large[0]], large[-1] == len(children)
+    if call.path and not is_to_loss:
+        is_small = large[0] == 0 or _share(model, [call.path]) <= 0.5
+        if uses or (computes and is_small):
+            return [*found, ([call], False)]
+    elif uses and len(chain) == 1 and not read[-2]:
+        # If a model returns a large value of its last layers, select only these.
+        inner = _find_chains(model, chain[0], is_large, is_to_loss=True)
+        if inner and inner[-1][1]:
+            return found + inner
+    return [*found, (chain, uses)]
+
+
+def _name(model: nn.Module, chain: list[Call], is_to_loss: bool) -> list[str]:
+    """Return the entry of a chain, or a list of them that select the same layers."""
+    paths = list(dict.fromkeys(x.path or "" for x in chain))
+    entries = [TO.join(dict.fromkeys([paths[0], paths[-1]]))]
+    if _paths(model, entries) != paths:  # the model defines them in another order
+        entries = [TO.join(pair) for pair in pairwise(paths)]
+    return [*entries[:-1], entries[-1] + TO_THE_LOSS * is_to_loss]
+
+
+def _wider_choices(roots: list[Call]) -> list[dict[str, str]]:
+    """Return what can be added to the selection, from single layers to the model."""
+
+    def describe(call: Call) -> str:
+        off = f"off by {call.error:.0%}" if call.error < math.inf else "non-finite"
+        text = f"Values reach {call.largest:.3g}, and its output is {off}"
+        return f"{text} in half precision."
+
+    calls = [x for root in roots for x in root.walk() if x.error >= _FAR]
+    all_wrong = {x.path or "": describe(x) for x in calls}
+    # A layer is wrong by itself if no layer inside it is wrong.
+    inner = [x for x in calls if sum(y.error >= _FAR for y in x.walk()) == 1]
+    wrong = {x.path or "": describe(x) for x in inner}
+    paths = [x.path for x in roots[0].walk() if x.path and not x.children]
+    # Not a layer called twice, such as a tied embedding: both outputs would change.
+    last = [path for path in paths if paths.count(path) == 1][-1:]
+    text = "The loss function is wrong in half precision."
+    to_loss = {f"{path}{TO_THE_LOSS}": text for path in last}
+    whole = {TO_THE_LOSS: all_wrong.pop("", text)}
+    choices = [wrong, all_wrong, wrong | to_loss, all_wrong | to_loss, whole]
+    return [choice for choice in choices if choice]
+
+
+def _rows(roots: list[Call], inside: list[str], maximum: float) -> list[Row]:
+    largest: dict[str, float] = {}
+    for call in (call for root in roots for call in root.walk()):
+        if call.path is not None:
+            largest[call.path] = max(call.largest, largest.get(call.path, 0.0))
+    return [Row(k, x, is_inside(k, *inside), maximum) for k, x in largest.items()]
+
+
+def _explain_loss(trial: Trial, root: Call, loss: float) -> str:
+    text, _ = trial.find_bad_input()
+    bad = (x.path for x in root.walk() if x.largest_output == math.inf)
+    if not text and (path := next(bad, None)) is not None:
+        text = f"The output of {path or 'the model'} is the first. {_LOOK}"
+    text = text or f"The loss is {loss}. {_LOOK}"
+    return f"{trial.name} gives non-finite values even in float32. {text}"
+
+
+def _explain(trial: Trial, expected: float, found: Check) -> str:
+    if found.is_loss_off:
+        text = "Even computing the whole model in float32 is not enough. The loss is "
+        return f"{text}{found.loss:.4g} instead of {expected:.4g}. {_LOOK}"
+    if found.bad_gradients:
+        text = f"{trial.name} gives non-finite gradients at every loss scale. The "
+        text += "derivatives of sqrt and of a norm, for example, are inf or NaN at "
+        return f"{text}zero, which an epsilon fixes."
+    return (
+        "Nothing overflows, but rounding or underflow changes the gradients by "
+        f"{found.distance:.0%} compared with float32. Train in float32, or raise "
+        "the tolerance of find_float32_layers."
+    )

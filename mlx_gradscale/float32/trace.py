@@ -12,9 +12,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..core.forward import is_opaque
 from ..core.intercept import watch
-from ..core.trees import restore, snapshot
 from .layers import computes_in_float32, first_half
-from .trial import Trial, preserved, read_random_key
+from .trial import Trial, preserved
 from .where import ordered_modules
 
 
@@ -57,59 +56,63 @@ class Call:
         yield self
 
 
-def trace(
-    trial: Trial, half: mx.Dtype | None = None, evaluate: bool = True
-) -> tuple[Call, float]:
+def trace(trial: Trial, half: mx.Dtype | None = None) -> tuple[Call, mx.array]:
     """Run a batch forward; return the call of the loss function, and the loss.
 
     With ``half``, each layer also runs in half precision on the same inputs, so that
-    its error is its own. Inputs and weights outside the range are clipped, such as a
-    mask of float32's lowest number. A layer runs once more for each layer that contains
-    it. Without ``evaluate``, only the dtypes are known.
+    its error is its own. A layer runs once more for each layer that contains it. The
+    numbers are lazy arrays; :func:`measure` evaluates them.
     """
-    root = running = Call(None)
-    is_idle = False  # while a layer runs in half precision, and in the backward pass
+    root = Call(None)
+    # None while a layer runs in half precision, and in the backward pass.
+    running: Call | None = root
 
     def handle(
         path: str, module: nn.Module, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        nonlocal running, is_idle
-        if is_idle:
+        nonlocal running
+        caller = running
+        if caller is None:
             return function(*args, **kwargs)
-        caller, call = running, Call(path, first_half(module.values()))
-        caller.children.append(call)
+        call = Call(path, first_half(module.values()))
         call.is_float32 = caller.is_float32 or computes_in_float32(module)
+        caller.children.append(call)
         given, in_half = floats((args, kwargs)), []
-        if half is not None and not call.is_float32:
-            is_idle = True
+        if half is not None:
+            running = None
             in_half = floats(_run_in(half, module, function, args, kwargs))
-            is_idle = False
         running = call
         outputs = function(*args, **kwargs)
-        running, found = caller, floats(outputs)
+        running = caller
+        found = floats(outputs)
         call.inputs, call.outputs = (tuple(x.dtype for x in y) for y in (given, found))
-        if evaluate:
-            call.largest_input, call.largest_output = magnitude(given), magnitude(found)
-            call.error = _distance(found, in_half)
+        call.largest_input, call.largest_output = magnitude(given), magnitude(found)
+        call.error = _distance(found, in_half)
         return outputs
 
     def loss_fn(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_idle
+        nonlocal running
         outputs = trial.loss_fn(*args, **kwargs)
-        is_idle = True
+        running = None
         return outputs
 
-    modules = ordered_modules(trial.model)
     # A module with several paths gets one handler, for its first path.
+    modules = [*ordered_modules(trial.model)]
     first = {id(module): (module, path) for path, module in reversed(modules)}
     pairs = [(module, partial(handle, path)) for module, path in first.values()]
     with preserved(trial.model), watch(pairs):
         loss, _ = replace(trial, loss_fn=loss_fn).differentiate()
-    names = "largest_input", "largest_output", "error"
-    fields = [(call, name) for call in root.walk() for name in names]
-    if not evaluate:
-        return root, math.nan
-    mx.eval([getattr(*each) for each in fields], loss)
+    return root, loss
+
+
+def measure(trial: Trial) -> tuple[Call, float]:
+    """Trace a batch in float32, beside half precision, and evaluate all numbers."""
+    half = trial.half or mx.float16
+    with trial.in_float32() as exact:
+        root, loss = trace(exact, half)
+        names = "largest_input", "largest_output", "error"
+        fields = [(call, name) for call in root.walk() for name in names]
+        mx.eval([getattr(*each) for each in fields], loss)
     for call, name in fields:
         number = float(getattr(call, name))
         setattr(call, name, math.inf if math.isnan(number) else number)
@@ -119,19 +122,19 @@ def trace(
 def _run_in(
     half: mx.Dtype, module: nn.Module, function: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer in half precision, and restore it and the random state."""
+    """Run a layer in half precision; Dropout drops the same values as in float32.
+
+    Values outside the range are clipped, such as a mask of float32's lowest number.
+    """
     limit = float(mx.finfo(half).max)
 
     def cast(x: Any) -> Any:
         return mx.clip(x, -limit, limit).astype(half) if _is_float(x) else x
 
-    saved, random_key = snapshot(module), read_random_key()
     args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_opaque)
-    module.apply(cast)
-    outputs = function(*args, **kwargs)
-    restore(saved)
-    mx.random.seed(random_key)  # so that Dropout drops the same values again
-    return outputs
+    with preserved(module):
+        module.apply(cast)
+        return function(*args, **kwargs)
 
 
 def _is_float(x: Any) -> bool:
@@ -166,9 +169,8 @@ def _distance(exact: list[mx.array], half: list[mx.array]) -> mx.array:
     for a, b in zip(exact, half, strict=False):
         width = a.shape[-1] if a.ndim else 1
         a, b = (x.astype(mx.float32).reshape(-1, width) for x in (a, b))
-        off, a = (mx.where(mx.isfinite(a), x, 0.0) for x in (b - a, a))
-        largest = mx.maximum(mx.max(mx.abs(a)), 1e-30)  # so that no square overflows
-        wrong, size = (mx.square(x / largest).sum(axis=-1) for x in (off, a))
+        off = mx.max(mx.where(mx.isfinite(a), mx.abs(b - a), 0.0), axis=-1)
+        size = mx.max(mx.where(mx.isfinite(a), mx.abs(a), 0.0), axis=-1)
         size = mx.maximum(size, mx.maximum(mx.mean(size), 1e-12))
-        found.append(mx.sqrt(mx.max(wrong / size)))
+        found.append(mx.max(off / size))
     return mx.max(mx.stack(found))

@@ -2,9 +2,8 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 import mlx.nn as nn
@@ -12,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from ..files.disk import read_json
 
-# Joins paths, as in "layers.3 to norm". Paths do not contain spaces.
+# Joins the first and the last layer of a chain. Paths do not contain spaces.
 TO = " to "
 # Ends a chain whose last layer passes float32 on to the loss.
 TO_THE_LOSS = " to the loss"
@@ -20,24 +19,19 @@ TO_THE_LOSS = " to the loss"
 FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 
 
-def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """Return (path, module) for a model and its submodules, in definition order."""
-    found = [(path, model)]
-    children = tree_flatten(model.children(), is_leaf=nn.Module.is_module)
-    for name, child in children:
-        if isinstance(child, nn.Module):
-            found += ordered_modules(child, f"{path}.{name}" if path else name)
-    return found
+def ordered_modules(
+    model: nn.Module, path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) for a model and its submodules, in definition order."""
+    yield path, model
+    for name, x in tree_flatten(model.children(), is_leaf=nn.Module.is_module):
+        if isinstance(x, nn.Module):
+            yield from ordered_modules(x, f"{path}.{name}" if path else name)
 
 
 def is_inside(path: str, *outer: str) -> bool:
     """Return whether a path equals one of the outer paths or lies inside one."""
     return any(not each or f"{path}.".startswith(f"{each}.") for each in outer)
-
-
-def owner_of(paths: Iterable[str], parameter: str) -> str:
-    """Return the innermost of the given paths that contains a parameter or module."""
-    return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 
 def resolve(model: nn.Module, where: Any) -> dict[str, list[str]]:
@@ -53,11 +47,16 @@ def resolve(model: nn.Module, where: Any) -> dict[str, list[str]]:
     modules = dict(ordered_modules(model))
     found: dict[str, list[str]] = {}
     for entry in _entries(where, modules):
-        names = entry.removesuffix(TO_THE_LOSS).split(TO)
-        if names == [entry]:
-            found |= {path: [path] for path in _matches(modules, entry)}
+        first, to, last = entry.removesuffix(TO_THE_LOSS).partition(TO)
+        if to or entry.endswith(TO_THE_LOSS):
+            found[entry] = _chain(modules, first, last if to else first)
+        elif entry in modules:
+            found[entry] = [entry]
         else:
-            found[entry] = _chain(modules, names)
+            matches = [path for path in modules if path and fnmatchcase(path, entry)]
+            if not matches:
+                raise _unknown(modules, entry)
+            found |= {path: [path] for path in matches}
     every = {path for paths in found.values() for path in paths}
     for path in every:
         if not callable(modules[path]):
@@ -90,31 +89,20 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     return entries
 
 
-def _chain(modules: dict[str, nn.Module], names: list[str]) -> list[str]:
-    """Return the named layers, and those that the model defines between them."""
+def _chain(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
+    """Return two layers, and those that the model defines between them."""
     paths = list(modules)
-    for name in names:
-        if name not in modules:
-            raise _unknown(modules, name)
-    found = names[:1]
-    for first, last in pairwise(names):
-        found += [
-            path
-            for path in paths[paths.index(first) + 1 : paths.index(last)]
-            if callable(modules[path])
-            and not (is_inside(path, first) or is_inside(last, path) or path in names)
-        ]
-        found.append(last)
-    return found
-
-
-def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
-    if name in modules:
-        return [name]
-    found = [path for path in modules if path and fnmatchcase(path, name)]
-    if not found:
-        raise _unknown(modules, name)
-    return found
+    for path in (first, last):
+        if path not in modules:
+            raise _unknown(modules, path)
+    between = [
+        path
+        for path in paths[paths.index(first) + 1 : paths.index(last)]
+        if callable(modules[path])
+        and not is_inside(path, first)
+        and not is_inside(last, path)
+    ]
+    return list(dict.fromkeys([first, *between, last]))
 
 
 def _unknown(modules: dict[str, nn.Module], name: str) -> ValueError:

@@ -1,7 +1,5 @@
 """explain_overflow names the layer, and leaves everything unchanged."""
 
-import math
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -72,22 +70,22 @@ CASES = [  # gains, x, loss function, loss scale, cause, layer, text
     ({"fc2": 3e4}, 4.0, mean_square, 1.0,
         "forward", "blocks.1", ": Values reach 1.2e+05, above 65504."),
     ({"fc2": 1e5}, 0.1, mean_square, 1.0,
-        "forward", "blocks.1.fc2", "The output of blocks.1.fc2 is off by up to"),
+        "forward", "blocks.1.fc2", "Values reach 1e+04, and its output is off by"),
     ({"between": 6e4}, 4.0, mean_square, 1.0,
         "forward", "blocks.1", "Values reach 2.4e+05, above 65504."),
     ({"after": 6e4}, 4.0, mean_square, 1.0,
         "forward", "blocks.1", "Values reach 2.4e+05, above 65504."),
     (*BACKWARD, 2.0**10,
         "gradients", "blocks.0.fc2", "The gradients of blocks.0.fc2.weight, "),
-    (*BACKWARD, 1.0, "nothing", None, "The loss is finite ("),
+    (*BACKWARD, 1.0, "nothing", None, "The loss is 1 at a loss scale of 2^0."),
     ({}, 3e4, small_gradient_of_a_large_input, 1.0,
         "gradients", "blocks.1.fc2", "The gradients of blocks.1.fc2.weight are NaN"),
     ({}, 300.0, lambda model, x: model(x).square().sum(), 1.0,
-        "loss", None, "The loss itself is inf at a loss scale of 2^0, "),
+        "loss", None, "The loss is inf at a loss scale of 2^0."),
     ({}, 1.0, lambda model, x: model(x).mean(), 65536.0,
         "gradients", "blocks.2.fc2", "The gradients of blocks.2.fc2.weight,"),
     ({}, 0.0, root, 2.0**10,
-        "derivative", "blocks.2.fc2", "non-finite gradients even in float32"),
+        "derivative", "blocks.2.fc2", "non-finite gradients at every loss scale"),
 ]  # fmt: skip
 
 
@@ -98,8 +96,6 @@ def test_report_names_first_overflow(gains, x, loss_fn, scale, cause, layer, tex
     report = explain(Net(**gains), x, loss_fn, scale=scale)
     assert (report.cause, report.layer) == (cause, layer)
     assert text in str(report)
-    first = "The loss is finite (" if math.isfinite(report.loss) else "The loss itself"
-    assert str(report).startswith(first)
     assert ("cannot help" in str(report)) == (cause in ("forward", "loss"))
 
 
@@ -141,7 +137,7 @@ def test_explain_overflow_reports_an_input_that_overflows_in_the_cast():
 
     report = explained()
     assert (report.cause, report.layer) == ("forward", "")
-    assert "The input of the model reaches 2.5e+05, above 65504." in str(report)
+    assert "The model: Values reach 2.5e+05, and its output is" in str(report)
     assert explained(cast_inputs=False).cause == "nothing"
 
 

@@ -109,7 +109,7 @@ def test_smaller_scale_is_advised_for_a_model_that_already_has_float32_layers():
     mlx_gradscale.float32_layers(model, LAST)
     report = explain_overflow(model, loss_fn, *batch(model), scale=GradScaler())
     assert (report.cause, report.fix) == ("gradients", None)
-    assert "match float32. A dynamic scaler" in str(report)
+    assert "they match float32. A dynamic scaler" in str(report)
     assert "calibrate() finds a better scale" in report.line
 
 
@@ -118,7 +118,7 @@ def test_small_gradients_that_underflow_without_scaling_are_reported():
     model.set_dtype(HALF)
     report = explain_overflow(model, lambda *xs: 1e-6 * loss_fn(*xs), *batch(model))
     assert (report.cause, report.line) == ("nothing", "")
-    assert "Small gradients underflow. They match float32 at 2^16." in str(report)
+    assert report.where.startswith("Small gradients underflow. At a loss scale of 2^16")
 
 
 def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
@@ -131,6 +131,6 @@ def test_fix_that_needs_the_whole_model_in_float32_suggests_alternatives():
     model.set_dtype(HALF)
     report = explain_overflow(model, mse(model), *batch(model))
     assert (report.cause, report.fix) == ("forward", [""])
-    assert "The whole model would have to" in report.line
+    assert "This saves little. If an expression" in report.line
     text = str(find_float32_layers(model, mse(model), [batch(model)]))
-    assert "\n  (model): The output of the model is non-finite in float16." in text
+    assert "\n  (model): Values reach" in text

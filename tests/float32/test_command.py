@@ -70,10 +70,9 @@ def test_float16_command_writes_no_file_without_an_overflow(run, tmp_path, capsy
 BAD = {
     "no model": (["--model", "nowhere"], "must be a local folder"),
     "no data": (["--data", "nowhere"], "has no train.jsonl"),
-    "no batches": (["--batches", "0"], "--batches"),
+    "no batches": (["--batches", "0"], "batches is empty"),
     "margin": (["--margin", "0.5"], "margin must be finite and at least 1"),
     "output": (["-o", "layers.txt"], "must end in .json"),
-    "no tokens": (["--max-seq-length", "0"], "--max-seq-length must be 1 or more"),
 }
 
 
@@ -93,5 +92,5 @@ def test_float16_command_exits_with_1_if_no_layers_help(run, tmp_path, capsys, f
     said = capsys.readouterr().out
     assert "contain NaN or inf in model.norm.weight" in said
     # A finite weight that overflows in the cast is no reason to restore a checkpoint.
-    assert ("If a cast to float16 made them inf, train in" in said) == (factor == 1e30)
+    assert "if a cast to float16 made them inf, train in" in said
     assert not list(tmp_path.iterdir())

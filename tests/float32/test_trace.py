@@ -6,7 +6,7 @@ import pytest
 from support.helpers import model_state
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.float32.trace import trace
+from mlx_gradscale.float32.trace import measure
 from mlx_gradscale.float32.trial import Trial
 
 HALF = mx.float16
@@ -22,8 +22,7 @@ class Norm(nn.Module):
 def errors(model, x):
     trial = Trial(model, lambda x: model(x).astype(mx.float32).mean(), (x,))
     before = model_state(model)
-    with trial.in_float32() as exact:
-        call, _ = trace(exact, HALF)
+    call, _ = measure(trial)
     assert model_state(model) == before
     return {each.path: each.error for each in call.walk() if each.path is not None}
 
@@ -76,3 +75,10 @@ def test_one_wrong_row_of_many_is_seen_and_a_tiny_row_is_not():
     assert error(400, Norm()) == pytest.approx(1.0)
     # Rounds by far more than other rows, relative to its own size.
     assert error(1e-5, nn.Linear(8, 8, bias=False)) < 1e-2
+
+
+def test_error_is_that_of_the_dtype_in_which_the_model_computes():
+    model, x = make()
+    model.set_dtype(mx.bfloat16)
+    # 400 squared fits into bfloat16, but not into float16.
+    assert errors(model, x.astype(mx.bfloat16))["layers.1"] < 0.1

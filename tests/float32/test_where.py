@@ -73,7 +73,7 @@ REFUSED = {
     "array": ("head.weight", ValueError, "mean head"),
     "never called": ("shelf", ValueError, r"does not define __call__.*shelf\.\*"),
     "chain": ("norm to haed", ValueError, "mean head"),
-    "only the loss": (" to the loss to norm", ValueError, "no module 'the loss'"),
+    "only the loss": (" to the loss to norm", ValueError, "no module 'the loss to"),
     "glob in a chain": ("shelf.by_name.* to norm", ValueError, "no module"),
     "none": (None, TypeError, "where must be"),
     "class": (nn.Linear, TypeError, "where must be"),
@@ -101,6 +101,9 @@ def test_layers_round_trip_through_a_file(tmp_path, as_string):
     assert json.loads(path.read_text())["layers"] == where
     again = float32_layers(Net(), str(path) if as_string else path)
     assert again == float32_layers(Net(), where)
+    with pytest.raises(ValueError, match=r"must end in \.json"):
+        Float32Search(where).save(tmp_path / "layers.txt")
+    assert [x.name for x in tmp_path.iterdir()] == ["float32.json"]
 
 
 GOOD = {"format": "mlx_gradscale.float32_layers", "version": 1, "layers": ["norm"]}
@@ -108,8 +111,6 @@ OTHER = {
     "not JSON": b"\x80\x04K\x01.",
     "another format": json.dumps({**GOOD, "format": "x"}).encode(),
     "version": json.dumps({**GOOD, "version": 2}).encode(),
-    "a list": b'["norm"]',
-    "no layers": json.dumps({**GOOD, "layers": None}).encode(),
     "nested": json.dumps({**GOOD, "layers": [["norm"]]}).encode(),
     "unknown layer": json.dumps({**GOOD, "layers": ["nrom"], "by": "hand"}).encode(),
 }
@@ -124,9 +125,3 @@ def test_file_that_is_not_a_layer_list_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match=message):
         float32_layers(model, path)
     assert type(model.norm) is nn.RMSNorm
-
-
-def test_layers_are_not_saved_with_a_wrong_suffix(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in \.json"):
-        Float32Search(["norm"]).save(tmp_path / "layers.txt")
-    assert not (tmp_path / "layers.txt").exists()
