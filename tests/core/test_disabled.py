@@ -17,11 +17,11 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_disabled_scaler_does_not_skip_steps(max_grad_norm, state_bits, dtype, value):
     model, inner, scaler = nn.Module(), optim.SGD(1.0), GradScaler(enabled=False)
-    model.w = mx.ones(1, dtype)
-    optimizer = inner
+    model.w, optimizer = mx.ones(1, dtype), inner
     if state_bits is not None:
-        options = {"max_grad_norm": max_grad_norm, "state_bits": state_bits}
-        optimizer = LossScaleOptimizer(inner, scaler, **options)
+        optimizer = LossScaleOptimizer(
+            inner, scaler, max_grad_norm=max_grad_norm, state_bits=state_bits
+        )
     assert scaler.step(optimizer, model, {"w": mx.array([value])}).item()
     assert not mx.isfinite(model.w).item()
     assert optimizer is inner or model.w.dtype == dtype
