@@ -64,6 +64,8 @@ def test_disabled_scaler_casts_the_forward_pass_and_does_not_scale_the_loss():
     _, grads = optimizer.value_and_grad(model, mse(model), mx.float16)(*batch())
     assert {x.dtype for _, x in tree_flatten(grads)} == {mx.float32}
     assert not same(grads, nn.value_and_grad(model, mse(model))(*batch())[1])
+    loss_fn = optimizer.scale_loss(mse(model), model, mx.float16)
+    assert same(nn.value_and_grad(model, loss_fn)(*batch())[1], grads)
     loss_fn = mse(model)
     assert optimizer.scale_loss(loss_fn, model) is loss_fn
 
