@@ -1,11 +1,13 @@
 """What test_distributed.py checks on each rank.
 
 python distributed_worker.py FOLDER CHECK...
+python distributed_worker.py FOLDER restart CHECKPOINT STOP [RANK_THAT_DIES STEP]
 
 A check raises on the rank that finds a mistake. What it returns must be equal on all.
 """
 
 import json
+import os
 import sys
 import traceback
 from functools import partial
@@ -19,7 +21,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, save_checkpoint
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from mlx_gradscale.core import ranks as core_ranks
 from mlx_gradscale.diagnostics import calibrate
 from mlx_gradscale.distributed import assert_in_sync, broadcast, from_rank_0
@@ -401,8 +408,55 @@ CHECKS = {
 }
 
 
-def main(folder, names):
-    group = mx.distributed.init(strict=True, backend="ring")
+def restart(group, checkpoint, stop, dies=-1, dies_at=-1):
+    """Train, save after each step, and report; one rank may die in a step."""
+    rank = group.rank()
+    mx.random.seed(rank)  # a rank that did not restore would start elsewhere
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(1e-2),
+        GradScaler(init_scale=256.0, growth_interval=3, max_scale=1024.0),
+        group=group,
+        average=True,
+    )
+
+    def share(i):
+        """Return this rank's part of eight samples, of which one may overflow."""
+        x, y = batch(i, 8, mx.float16)
+        if i in (2, 7, 11):
+            x[5] = x[5] * 30000
+        return tuple(mx.split(a, group.size())[rank] for a in (x, y))
+
+    def now():
+        return fingerprint([model.parameters(), optimizer.state])
+
+    start = 0
+    if Path(checkpoint).exists():
+        start = restore_checkpoint(checkpoint, model, optimizer)["step"]
+    else:
+        model.update(broadcast(model.parameters(), group))
+    report = {"start": start, "loaded": now()}
+    step = compiled_step(model, optimizer)
+    try:
+        for i in range(start, int(stop)):
+            if (rank, i) == (int(dies), int(dies_at)):
+                # The other ranks wait for its gradients.
+                loss_and_grad = optimizer.value_and_grad(model, mse(model))
+                mx.eval(loss_and_grad(*share(i)))
+                os._exit(9)
+            step(*share(i))
+            report["saved"] = now()
+            save_checkpoint(checkpoint, model, optimizer, step=i + 1)
+    except RuntimeError as error:
+        report["error"] = str(error)
+    else:
+        report["scaler"] = optimizer.scaler.state_dict()
+        masters = tree_flatten(optimizer.masters(model.trainable_parameters()))
+        report["parameters"] = {path: x.tolist() for path, x in masters}
+    return report
+
+
+def run_checks(group, names):
     findings = {}
     for name in names:
         mx.random.seed(0)
@@ -412,9 +466,17 @@ def main(folder, names):
             # The ranks may have lost step: this one leaves, and the others notice.
             findings[name] = ["failed", traceback.format_exc()]
             break
-    path = Path(folder) / f"{group.rank()}.json"
-    path.write_text(json.dumps(findings))
+    return findings
+
+
+def main(folder, *arguments):
+    group = mx.distributed.init(strict=arguments[0] != "restart", backend="ring")
+    if arguments[0] == "restart":
+        report = restart(group, *arguments[1:])
+    else:
+        report = run_checks(group, arguments)
+    (Path(folder) / f"{group.rank()}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(*sys.argv[1:])
