@@ -53,7 +53,7 @@ def test_saved_state_resumes_bit_identically(tmp_path, state_bits, when, compile
     if when == "after steps":
         again.run(range(3))
     again.model.load_weights(str(tmp_path / "model.safetensors"))
-    # Flat or nested, in another order: m and v have changed places.
+    # Flat or nested, in another order.
     loaded = dict(sorted(mx.load(str(tmp_path / "optimizer.safetensors")).items()))
     if when == "after steps":
         loaded = tree_unflatten(list(loaded.items())[::-1])
@@ -150,7 +150,7 @@ def test_state_of_another_number_of_optimizers_and_other_objects_are_refused():
 
     saved, optimizer = multi(3), multi(2)
     saved.init({"a": mx.ones(2), "b": mx.ones(2)})
-    message = "3 inner optimizers, but this optimizer has 2"
+    message = r"3 inner optimizers|contains 'optimizer\.states\.2"
     with refused(ValueError, message, optimizer):
         optimizer.state = flat(saved)
     for wrong in ([mx.ones(1)], "a path", None):

@@ -239,8 +239,9 @@ def test_master_weights_are_float32_even_if_the_optimizer_returns_float16():
             return (parameter - gradient).astype(mx.float16)
 
     optimizer, weights = MasterWeightOptimizer(Narrow()), {"w": mx.ones(2, mx.bfloat16)}
-    optimizer.apply_gradients(weights, weights)
+    new = optimizer.apply_gradients(weights, weights)
     assert optimizer.state["masters"]["w"].dtype == mx.float32
+    assert new["w"].dtype == mx.bfloat16
 
 
 def test_parameter_added_later_gets_its_own_first_step():
