@@ -372,6 +372,7 @@ def peak(function):
 def test_loss_that_nobody_differentiates_takes_no_more_memory_than_the_plain_loss():
     layers = [nn.Linear(64, 64) for _ in range(24)]
     model = nn.Sequential(*(f for layer in layers for f in (layer, nn.gelu)))
+    model.set_dtype(mx.bfloat16)
     x, unused = mx.random.normal((512, 64)), mx.zeros((4096, 4096))  # not evaluated
     mx.eval(model, x)
     loss_fn = lambda model, x, _: mx.mean(mx.square(model(x)))  # noqa: E731
