@@ -62,6 +62,11 @@ def test_scale_follows_the_trajectory_of_other_frameworks(settings, expected):
     assert scaler.consecutive_skips.item() == 1
 
 
+def test_scale_reaches_its_limits_and_stays_there():
+    scaler = GradScaler(2.0, growth_interval=1, min_scale=1.0, max_scale=8.0)
+    assert scales(scaler, "....XXXXX.") == [4, 8, 8, 8, 4, 2, 1, 1, 1, 2]
+
+
 def test_counters_saturate_at_the_int32_maximum():
     most = 2**31 - 1
     counters = {"skipped_steps": most - 1, "consecutive_skips": most}
