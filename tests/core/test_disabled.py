@@ -17,11 +17,11 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_disabled_scaler_does_not_skip_steps(max_grad_norm, state_bits, dtype, value):
     model, inner, scaler = nn.Module(), optim.SGD(1.0), GradScaler(enabled=False)
-    model.w = mx.ones(1, dtype)
-    optimizer = inner
+    model.w, optimizer = mx.ones(1, dtype), inner
     if state_bits is not None:
-        options = {"max_grad_norm": max_grad_norm, "state_bits": state_bits}
-        optimizer = LossScaleOptimizer(inner, scaler, **options)
+        optimizer = LossScaleOptimizer(
+            inner, scaler, max_grad_norm=max_grad_norm, state_bits=state_bits
+        )
     assert scaler.step(optimizer, model, {"w": mx.array([value])}).item()
     assert not mx.isfinite(model.w).item()
     assert optimizer is inner or model.w.dtype == dtype
@@ -64,6 +64,8 @@ def test_disabled_scaler_casts_the_forward_pass_and_does_not_scale_the_loss():
     _, grads = optimizer.value_and_grad(model, mse(model), mx.float16)(*batch())
     assert {x.dtype for _, x in tree_flatten(grads)} == {mx.float32}
     assert not same(grads, nn.value_and_grad(model, mse(model))(*batch())[1])
+    loss_fn = optimizer.scale_loss(mse(model), model, mx.float16)
+    assert same(nn.value_and_grad(model, loss_fn)(*batch())[1], grads)
     loss_fn = mse(model)
     assert optimizer.scale_loss(loss_fn, model) is loss_fn
 

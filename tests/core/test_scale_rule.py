@@ -1,15 +1,17 @@
-"""``GradScaler``: the rule of its scale, and the bounds of its settings and state."""
+"""``GradScaler``: the rule of its scale, the bounds of its settings, and its states."""
 
+import copy
 import inspect
+import itertools
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from support.helpers import INF, NAN, bits
+from support.helpers import INF, NAN, pickled, refused
 from support.scaler_helpers import apply, used
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
 
 SETTINGS = inspect.signature(GradScaler).parameters
 GOOD = GradScaler().state_dict()
@@ -23,6 +25,12 @@ def scales(scaler, pattern):
         scaler.update()
         found.append(scaler.get_scale())
     return found
+
+
+def trained(**settings):
+    scaler = GradScaler(**settings)
+    scales(scaler, ".X..")
+    return scaler
 
 
 # One pattern of overflows, with the trajectories that the other programs give.
@@ -54,13 +62,22 @@ def test_scale_follows_the_trajectory_of_other_frameworks(settings, expected):
     assert scaler.consecutive_skips.item() == 1
 
 
+def test_scale_reaches_its_limits_and_stays_there():
+    scaler = GradScaler(2.0, growth_interval=1, min_scale=1.0, max_scale=8.0)
+    assert scales(scaler, "....XXXXX.") == [4, 8, 8, 8, 4, 2, 1, 1, 1, 2]
+
+
 def test_counters_saturate_at_the_int32_maximum():
-    scaler = GradScaler()
-    counters = {"skipped_steps": 2**31 - 2, "consecutive_skips": 2**31 - 1}
+    most = 2**31 - 1
+    counters = {"skipped_steps": most - 1, "consecutive_skips": most}
+    scaler = GradScaler(growth_interval=most)
+    scaler.load_state_dict(scaler.state_dict() | counters | {"_growth_tracker": most})
+    scales(scaler, ".")
+    assert scaler.state_dict()["_growth_tracker"] >= 0
     scaler.load_state_dict(GOOD | counters)
     scales(scaler, "XXX")
     state = scaler.state_dict()
-    assert state["skipped_steps"] == state["consecutive_skips"] == 2**31 - 1
+    assert state["skipped_steps"] == state["consecutive_skips"] == most
     GradScaler().load_state_dict(state)
 
 
@@ -115,21 +132,18 @@ def test_scaler_field_is_accepted_within_its_bounds_and_else_refused_by_name(nam
             made = GradScaler(**{argument: value})
             assert made.state[name].item() == np.float32(value)
     scaler = used()
-    before = bits(scaler.state)
-    refused = [(x, ValueError) for x in beyond] + [(x, TypeError) for x in wrong]
-    for value, error in refused:
-        with pytest.raises(error, match=name.removeprefix("_")):
-            scaler.load_state_dict(GOOD | {name: value})
-        if hasattr(scaler, f"set_{name}"):
-            with pytest.raises(error, match=name):
-                getattr(scaler, f"set_{name}")(value)
-        if name == "scale" and value is not None:
-            with pytest.raises(error, match="new_scale must be"):
-                scaler.update(value)
-        if argument in SETTINGS:
-            with pytest.raises(error, match=argument):
-                GradScaler(**{argument: value})
-    assert bits(scaler.state) == before
+    calls = [(lambda x: scaler.load_state_dict(GOOD | {name: x}), name.lstrip("_"))]
+    if hasattr(scaler, f"set_{name}"):
+        calls.append((getattr(scaler, f"set_{name}"), name))
+    if name == "scale":
+        calls.append((scaler.update, "new_scale must be"))
+    if argument in SETTINGS:
+        calls.append((lambda x: GradScaler(**{argument: x}), argument))
+    values = [(x, ValueError) for x in beyond] + [(x, TypeError) for x in wrong]
+    for (value, error), (call, message) in itertools.product(values, calls):
+        if value is not None or call != scaler.update:
+            with refused(error, message, scaler):
+                call(value)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +187,77 @@ def test_new_scale_that_is_an_invalid_array_is_refused_or_keeps_the_scale():
 @pytest.mark.parametrize("enabled", [1, 0, "yes", "", np.bool_(True), None])
 def test_enabled_is_truthy_as_in_pytorch(enabled):
     assert GradScaler(enabled=enabled).is_enabled() is bool(enabled)
+
+
+def test_state_dict_has_the_keys_and_types_of_pytorch_and_settings_that_changed():
+    state = GradScaler(init_scale=4, growth_factor=1.1).state_dict()
+    assert state == {
+        "scale": 4.0,
+        "growth_factor": 1.1,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    assert [type(x) for x in state.values()] == [float, float, float, int, int]
+    extra = trained(backoff_interval=3, min_scale=1.0).state_dict().keys() - state
+    assert extra == {"backoff_interval", "min_scale", "skipped_steps"}
+
+
+class Named(GradScaler):
+    def __init__(self, name, device="mps"):
+        super().__init__(init_scale=4.0)
+        self.name = name
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
+def test_scaler_and_its_subclasses_are_copied_only_between_iterations(copied):
+    scaler = trained(growth_interval=3)
+    other = copied(scaler)
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state is not scaler.state
+    apply(scaler, optim.SGD(0.1), 1.0)
+    with pytest.raises(RuntimeError, match="between iterations"):
+        copied(scaler)
+    scaler.update()
+    copied(scaler)
+    named = copied(Named("run"))
+    assert (type(named), named.name, named.get_scale()) == (Named, "run", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({}, "empty"),  # a RuntimeError, as in PyTorch
+        ([1], "dict"),
+        ("state", "dict"),
+        ({"scale": 2.0}, "growth_factor"),
+        ({k: v for k, v in GOOD.items() if k != "_growth_tracker"}, "_growth_tracker"),
+        ({"epoch": 3, "scaler": GOOD}, "pass only the scaler's part"),
+    ],
+)
+def test_load_state_dict_refuses_an_incomplete_state_and_changes_nothing(bad, message):
+    scaler = trained()
+    with refused((TypeError, KeyError, RuntimeError), message, scaler):
+        scaler.load_state_dict(bad)
+
+
+def test_load_state_dict_ignores_extra_keys_and_accepts_mlx_and_numpy_scalars():
+    scaler = GradScaler(backoff_interval=3)
+    # Counters that a state lacks start at zero, and settings stay.
+    scaler.load_state_dict(scaler.state_dict() | {"skipped_steps": 5})
+    loaded = {"scale": mx.array(2.0), "_growth_tracker": np.int64(7), "new": object}
+    scaler.load_state_dict(GOOD | loaded)
+    expected = {"scale": 2.0, "_growth_tracker": 7, "backoff_interval": 3}
+    assert scaler.state_dict() == GOOD | expected
+
+
+def test_master_weight_optimizer_follows_the_dynamic_scale_that_it_loads():
+    weights = {"w": mx.ones(1)}
+    other = LossScaleOptimizer(optim.SGD(0.1), GradScaler(512.0, growth_interval=1))
+    optimizer = MasterWeightOptimizer(optim.SGD(0.1))
+    for each in (other, optimizer):
+        each.init(weights)
+    optimizer.state = other.state
+    for value, scale in ((1.0, 1024.0), (NAN, 512.0)):
+        optimizer.apply_gradients({"w": mx.array([value])}, weights)
+        assert optimizer.scaler.get_scale() == scale

@@ -26,24 +26,22 @@ SETTINGS = st.sampled_from(
 )
 
 
+ARGUMENTS = st.fixed_dictionaries(
+    {
+        "growth_interval": st.integers(1, 4),
+        "dynamic": st.booleans(),
+        "min_scale": st.sampled_from([2.0**-64, 2.0]),
+        "max_scale": st.just(4096.0),
+    }
+)
+BACKOFFS = [{}, *({x: n} for x in ("backoff_interval", "hysteresis") for n in (2, 3))]
+
+
 class Machine(RuleBasedStateMachine):
-    @initialize(
-        interval=st.integers(1, 4),
-        backoff=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 3)]),
-        dynamic=st.booleans(),
-        low=st.sampled_from([2.0**-64, 2.0]),
-    )
-    def start(self, interval, backoff, dynamic, low):
-        arguments = {
-            "growth_interval": interval,
-            "backoff_interval": backoff[0],
-            "hysteresis": backoff[1],
-            "dynamic": dynamic,
-            "min_scale": low,
-            "max_scale": 4096.0,
-        }
-        self.scaler = GradScaler(init_scale=64.0, **arguments)
-        self.reference = Reference(scale=64.0, **arguments)
+    @initialize(arguments=ARGUMENTS, backoff=st.sampled_from(BACKOFFS))
+    def start(self, arguments, backoff):
+        self.scaler = GradScaler(64.0, **arguments, **backoff)
+        self.reference = Reference(64.0, **arguments, **backoff)
         self.scaler.scale(mx.array(1.0))
         self.weights = [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
         self.expected = [np.zeros(2, np.float32), np.zeros(2, np.float32)]

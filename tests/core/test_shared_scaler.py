@@ -4,80 +4,68 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from support.helpers import INF, Mlp, batch, bits, mse
+from support.helpers import INF, Mlp, batch, bits, compiled_if, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.core.masters import to_float32
 
-
-class Pair:
-    """Two float16 models, a wrapper for one and any optimizer for the other."""
-
-    def __init__(self, compiled, second=LossScaleOptimizer, **arguments):
-        self.scaler = GradScaler(2.0**10, growth_interval=4)
-        self.models = [Mlp(dtype=mx.float16), Mlp(dtype=mx.float16)]
-        first = LossScaleOptimizer(optim.Adam(1e-3), self.scaler, **arguments)
-        self.optimizers = [first, second(optim.Adam(1e-3), self.scaler)]
-        gradients = [self.scaler.value_and_grad(m, mse(m)) for m in self.models]
-        for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            optimizer.init(model.trainable_parameters())
-
-        def step(batches):
-            parts = zip(self.models, self.optimizers, gradients, batches, strict=True)
-            for model, optimizer, gradient, (x, y) in parts:
-                self.scaler.step(optimizer, model, gradient(x, y)[1])
-            self.scaler.update()
-
-        state = [[m.state for m in self.models], [o.state for o in self.optimizers]]
-        self.state = [*state, self.scaler.state]
-        self.step = step
-        if compiled:
-            self.step = mx.compile(step, inputs=self.state, outputs=self.state)
-
-    def run(self, pattern):
-        for bad in pattern:
-            pairs = [batch(dtype=mx.float16), batch(dtype=mx.float16)]
-            self.step(
-                [(x * (INF if i in bad else 1), y) for i, (x, y) in enumerate(pairs)]
-            )
-            mx.eval(self.state)
-
-
-def plain(optimizer, scaler):
-    return optimizer
+each_mode = pytest.mark.parametrize("compiled", [False, True])
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
 @pytest.mark.compiles
-@pytest.mark.parametrize("second", [LossScaleOptimizer, plain])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("second", ["wrapper", "plain"])
+@each_mode
 def test_shared_scale_moves_once_per_iteration_and_only_the_bad_step_is_skipped(
     second, compiled
 ):
-    pair = Pair(compiled, second)
-    pair.run([()] * 8)
-    assert pair.scaler.get_scale() == 2.0**12
+    scaler = GradScaler(2.0**10, growth_interval=4)
+    models = [Mlp(dtype=mx.float16), Mlp(dtype=mx.float16)]
+    optimizers = [LossScaleOptimizer(optim.Adam(1e-3), scaler) for _ in models]
+    if second == "plain":
+        optimizers[1] = optimizers[1].optimizer
+    gradients = [scaler.value_and_grad(model, mse(model)) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.init(model.trainable_parameters())
+
+    def step(factors):
+        x, y = batch(dtype=mx.float16)
+        for i, factor in enumerate(factors):
+            _, grads = gradients[i](x * factor, y)
+            scaler.step(optimizers[i], models[i], grads)
+        scaler.update()
+
+    state = [models, [optimizer.state for optimizer in optimizers], scaler.state]
+    step = compiled_if(compiled, step, *state)
+
+    def run(count, bad=None):
+        factors = [mx.array(INF if i == bad else 1, mx.float16) for i in range(2)]
+        for _ in range(count):
+            step(factors)
+
+    run(8)
+    assert scaler.get_scale() == 2.0**12
     for bad in (0, 1):
-        before = bits(pair.models[bad].parameters())
-        pair.run([(bad,)] * 3)
-        assert bits(pair.models[bad].parameters()) == before
-        assert pair.scaler.consecutive_skips.item() == 3 * (bad + 1)
-    assert pair.scaler.get_scale() == 2.0**6
-    assert [optimizer.step.item() for optimizer in pair.optimizers] == [11, 11]
+        before = bits(models[bad].parameters())
+        run(3, bad)
+        assert bits(models[bad].parameters()) == before
+        assert scaler.consecutive_skips.item() == 3 * (bad + 1)
+    assert scaler.get_scale() == 2.0**6
+    assert [optimizer.step.item() for optimizer in optimizers] == [11, 11]
 
 
 def test_step_of_a_wrapper_uses_its_master_weights_and_clipping():
-    weights, scaler = nn.Module(), GradScaler(8.0)
-    weights.w = mx.array([1.0], mx.float16)
+    model, scaler = nn.Module(), GradScaler(8.0)
+    model.w = mx.array([1.0], mx.float16)
     optimizer = LossScaleOptimizer(optim.SGD(1.0), scaler, max_grad_norm=1e-4)
-    gradient = scaler.value_and_grad(weights, lambda: 5.0 * to_float32(weights.w).sum())
+    loss_fn = lambda: 5.0 * model.w.astype(mx.float32).sum()  # noqa: E731
+    gradient = scaler.value_and_grad(model, loss_fn)
     for _ in range(2):
-        scaler.step(optimizer, weights, gradient()[1])
+        scaler.step(optimizer, model, gradient()[1])
         scaler.update()
     assert optimizer.grad_norm.item() == 5.0
-    master = optimizer.masters(weights.parameters())["w"]
+    master = optimizer.masters(model.parameters())["w"]
     assert master.item() == pytest.approx(1 - 2e-4, abs=1e-7)
-    assert weights.w.item() == 1.0
+    assert model.w.item() == 1.0
 
 
 def test_parts_of_a_model_are_stepped_by_wrappers_that_know_only_their_part():
@@ -97,7 +85,7 @@ def test_parts_of_a_model_are_stepped_by_wrappers_that_know_only_their_part():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("compiled", [False, True])
+@each_mode
 def test_two_wrappers_that_both_update_count_two_iterations_with_right_gradients(
     compiled,
 ):
@@ -112,8 +100,7 @@ def test_two_wrappers_that_both_update_count_two_iterations_with_right_gradients
         for i, optimizer in enumerate(pair):
             weights[i] = optimizer.apply_gradients(scaled[i], weights[i])
 
-    state = [weights, *(optimizer.state for optimizer in pair)]
-    step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+    step = compiled_if(compiled, step, weights, *(each.state for each in pair))
     for i in range(3):
         step(mx.ones(1))
         assert [tree["w"].item() for tree in weights] == [-1.0 - i] * 2
@@ -125,12 +112,8 @@ def test_gradients_scaled_outside_of_a_compiled_step_follow_its_scale():
     model.w = mx.array([0.0])
     scaler, optimizer = GradScaler(8.0, growth_interval=1), optim.SGD(1.0)
     optimizer.init(model.trainable_parameters())
-    state = [model.state, optimizer.state, scaler.state]
-    step = mx.compile(
-        lambda g: scaler.minimize(optimizer, model, {"w": g}),
-        inputs=state,
-        outputs=state,
-    )
+    step = lambda g: scaler.minimize(optimizer, model, {"w": g})  # noqa: E731
+    step = compiled_if(True, step, model.state, optimizer.state, scaler.state)
     for i in range(4):
         step(scaler.scale(mx.ones(1)))
         assert model.w.item() == -1.0 - i

@@ -36,24 +36,17 @@ OUTSIDE = {
 def imports(path):
     """Yield the function, or None, and the name of each import from this package."""
     tree = ast.parse(path.read_text())
-    functions = {
-        child: node.name
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for child in ast.walk(node)
-    }
+    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    inside = {child: x.name for x in functions for child in ast.walk(x)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        module = ""
+        if isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            module = importlib.util.resolve_name(module, "mlx_gradscale.core")
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] == "mlx_gradscale":
-                yield functions.get(node), name
+            module = importlib.util.resolve_name(module, "mlx_gradscale.core") + "."
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                if (module + alias.name).split(".")[0] == "mlx_gradscale":
+                    yield inside.get(node), module + alias.name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

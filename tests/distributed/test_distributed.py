@@ -67,11 +67,11 @@ def test_on_four_ranks(four, name):
 
 def test_training_resumes_from_the_checkpoint_after_a_rank_died(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
-    worker, checkpoint = "distributed_restart.py", tmp_path / "run"
+    worker, checkpoint = "distributed_worker.py", tmp_path / "run"
 
     def train(n, stop, *dies):
         folder = tmp_path / f"{n} ranks to {stop} {dies}"
-        return run_ranks(n, folder, worker, checkpoint, stop, *dies)
+        return run_ranks(n, folder, worker, "restart", checkpoint, stop, *dies)
 
     codes, found, output = train(4, 16, 2, 4)
     assert codes == [0, 0, 9, 0], output

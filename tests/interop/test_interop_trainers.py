@@ -85,6 +85,12 @@ class Run:
         self.rows, self.held_out = make_rows(rows=256, skip=256)
         self.optimizer = None
 
+    @property
+    def settings(self):
+        """What most trainers call by the same names."""
+        path = str(self.folder / "adapters.safetensors")
+        return {"batch_size": 8, "iters": STEPS, "adapter_file": path}
+
     def make(self, optimizer, *scaler):
         self.optimizer = self.wrap(optimizer, *scaler) if self.wrap else optimizer
         return self.optimizer
@@ -119,10 +125,7 @@ def batches(rows, batch_size=8):
 
 def mlx_lm(run):
     optimizer = run.make(optim.AdamW(RATE))
-    arguments = TrainingArgs(
-        batch_size=8, iters=STEPS, adapter_file=str(run.folder / "adapters.safetensors")
-    )
-    loss = run.scaled(default_loss)
+    arguments, loss = TrainingArgs(**run.settings), run.scaled(default_loss)
     train(run.model, optimizer, run.rows, args=arguments, loss=loss)
 
 
@@ -139,24 +142,15 @@ def mlx_vlm(run):
         inside, "iterate_batches", lambda dataset, *_, **__: batches(dataset)
     )
     optimizer = run.make(optim.AdamW(RATE))
-    arguments = trainer.TrainingArgs(
-        batch_size=8,
-        iters=STEPS,
-        grad_clip=None,  # it would turn inf into 1
-        adapter_file=str(run.folder / "adapters.safetensors"),
-    )
+    # Clipping would turn inf into 1.
+    arguments = trainer.TrainingArgs(**run.settings, grad_clip=None)
     loss_fn = run.scaled(vlm_loss)
     inside.train(run.model, optimizer, run.rows, args=arguments, loss_fn=loss_fn)
 
 
 def mlx_vlm_trainer(run):
     vlm = host("mlx_vlm.trainer")
-    arguments = vlm.CoreTrainingArgs(
-        batch_size=8,
-        iters=STEPS,
-        compile=True,
-        adapter_file=str(run.folder / "adapters.safetensors"),
-    )
+    arguments = vlm.CoreTrainingArgs(**run.settings, compile=True)
     task = vlm.TrainingTask(vlm_loss, lambda dataset, **_: batches(dataset))
     trainer = vlm.Trainer(
         run.model,
@@ -171,9 +165,7 @@ def mlx_vlm_trainer(run):
 
 def mlx_lm_lora_sft(run):
     sft = host("mlx_lm_lora.trainer.sft_trainer")
-    arguments = sft.SFTTrainingArgs(
-        batch_size=8, iters=STEPS, adapter_file=str(run.folder / "adapters.safetensors")
-    )
+    arguments = sft.SFTTrainingArgs(**run.settings)
     optimizer = run.make(optim.AdamW(RATE))
     loss = run.scaled(sft.get_sft_loss("nll"))
     sft.train_sft(run.model, optimizer, run.rows, args=arguments, loss=loss)
@@ -193,9 +185,7 @@ def scale_criterion(run, criterion):
 
 def mlx_lm_lora_dpo(run):
     dpo = host("mlx_lm_lora.trainer.dpo_trainer")
-    arguments = dpo.DPOTrainingArgs(
-        batch_size=8, iters=STEPS, adapter_file=str(run.folder / "adapters.safetensors")
-    )
+    arguments = dpo.DPOTrainingArgs(**run.settings)
     rows = [row for row, _ in run.rows]
     # Prefer the text to the same text backwards.
     pairs = [{"chosen": row, "rejected": row[::-1]} for row in rows]
@@ -367,9 +357,7 @@ def test_clipping_of_elements_hides_an_overflow_from_the_optimizer(
 
     monkeypatch.setattr(inside, "iterate_batches", with_factors)
     optimizer = run.make(optim.AdamW(RATE))
-    arguments = trainer.TrainingArgs(
-        iters=4, grad_clip=clip, adapter_file=str(tmp_path / "adapters.safetensors")
-    )
+    arguments = trainer.TrainingArgs(**run.settings | {"iters": 4, "grad_clip": clip})
     assert trainer.TrainingArgs().grad_clip == 1.0  # its default
     inside.train(run.model, optimizer, run.rows, args=arguments, loss_fn=loss_fn)
     assert optimizer.step.item() == (4 if clip else 3)
@@ -386,13 +374,8 @@ def test_grpo_trains_in_float16_from_a_low_scale(trained, tmp_path, monkeypatch)
 
     prompts = ["One and one is", "The first letter is", "Two and two is"]
     rows = [(tokenizer.encode(text), [3], text, "3") for text in prompts]
-    arguments = grpo.GRPOTrainingArgs(
-        batch_size=1,
-        iters=5,
-        max_completion_length=8,
-        beta=0.0,
-        adapter_file=str(tmp_path / "adapters.safetensors"),
-    )
+    settings = run.settings | {"batch_size": 1, "iters": 5}
+    arguments = grpo.GRPOTrainingArgs(**settings, max_completion_length=8, beta=0.0)
     optimizer = run.make(optim.AdamW(1e-3), GradScaler(1024.0, dynamic=False))
     grpo.train_grpo(
         *(run.model, None, TokenizerWrapper(tokenizer), optimizer, rows),

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from support.helpers import Traced, batch, mse
+from support.helpers import Traced, batch, compiled_if, mse
 from support.optimizer_helpers import leaves_of
 
 
@@ -42,7 +42,7 @@ def compiled_step(model, optimizer):
         return loss
 
     traced = Traced(step)
-    compiled = mx.compile(traced, inputs=state, outputs=state)
+    compiled = compiled_if(True, traced, *state)
 
     def run(x, y):
         loss = compiled(x, y)

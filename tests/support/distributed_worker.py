@@ -1,15 +1,17 @@
 """What test_distributed.py checks on each rank.
 
 python distributed_worker.py FOLDER CHECK...
+python distributed_worker.py FOLDER restart CHECKPOINT STOP [RANK_THAT_DIES STEP]
 
 A check raises on the rank that finds a mistake. What it returns must be equal on all.
 """
 
 import json
-import math
+import os
 import sys
 import traceback
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,11 +19,15 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, save_checkpoint
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from mlx_gradscale.core import ranks as core_ranks
-from mlx_gradscale.core.masters import to_float32
 from mlx_gradscale.diagnostics import calibrate
 from mlx_gradscale.distributed import assert_in_sync, broadcast, from_rank_0
 from support.distributed_parts import (
@@ -32,7 +38,17 @@ from support.distributed_parts import (
     message,
     rank_batch,
 )
-from support.helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
+from support.helpers import (
+    INF,
+    Mlp,
+    Traced,
+    batch,
+    compiled_if,
+    gradients_like,
+    mse,
+    parameters,
+)
+from support.optimizer_helpers import assert_near
 from support.reference import Reference
 from support.scaler_helpers import used
 
@@ -74,7 +90,6 @@ def scaler_in_a_custom_loop_decides_with_one_all_reduce(group):
     model, scaler = Mlp(), GradScaler(**SCALER, group=group)
     optimizer = optim.AdamW(1e-2)
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
-    state = [model.state, optimizer.state, scaler.state]
     optimizer.init(model.trainable_parameters())
 
     def step(x, y):
@@ -84,8 +99,8 @@ def scaler_in_a_custom_loop_decides_with_one_all_reduce(group):
         scaler.minimize(optimizer, model, grads)
         return loss
 
-    traced = Traced(step)
-    compiled = mx.compile(traced, inputs=state, outputs=state)
+    traced, state = Traced(step), [model.state, optimizer.state, scaler.state]
+    compiled = compiled_if(True, traced, *state)
     bad = overflows(40, group.size())
     for i, each in enumerate(bad):
         loss = compiled(*rank_batch(i, group.rank(), each[group.rank()]))
@@ -137,52 +152,44 @@ def shards_are_clipped_and_skipped_like_the_whole_model(group):
 
     def cut_layers():
         kinds = ("all-to-sharded", "sharded-to-all")
-        return [
-            nn.layers.distributed.shard_linear(layer, kind, group=group)
-            for layer, kind in zip(whole.layers, kinds, strict=True)
-        ]
+        shard = partial(nn.layers.distributed.shard_linear, group=group)
+        return [shard(*each) for each in zip(whole.layers, kinds, strict=True)]
 
     cut.layers = cut_layers()
 
     def trainer(model, **ranks):
-        scaler = GradScaler(**SCALER)
         optimizer = LossScaleOptimizer(
-            optim.AdamW(1e-2), scaler, max_grad_norm=0.5, **ranks
+            optim.AdamW(1e-2), GradScaler(**SCALER), max_grad_norm=0.5, **ranks
         )
         loss_and_grad = optimizer.value_and_grad(model, mse(model))
         optimizer.init(model.trainable_parameters())
-        state = [model.state, optimizer.state]
 
         def step(x, y, poison):
             loss, grads = loss_and_grad(x, y)
-            weight = grads["layers"][0]["weight"]
-            grads["layers"][0]["weight"] = weight * poison
+            grads["layers"][0]["weight"] *= poison
             optimizer.update(model, grads)
             return loss
 
-        return mx.compile(step, inputs=state, outputs=state), state, optimizer
+        return compiled_if(True, step, model.state, optimizer.state), optimizer
 
-    step, state, optimizer = trainer(
+    step, optimizer = trainer(
         cut, group=group, sharded=lambda path, _: path != "layers.1.bias"
     )
-    reference, reference_state, expected = trainer(whole)
+    reference, expected = trainer(whole)
     norms = []
     for i in range(12):
         x, y = batch(i)
         bad = i in (3, 8)
         is_poisoned = bad and group.rank() == group.size() - 1
         step(x, y, mx.array(INF if is_poisoned else 1.0))
-        mx.eval(state)
+        mx.eval(cut.state, optimizer.state)
         reference(x, y, mx.array(INF if bad else 1.0))
-        mx.eval(reference_state)
         norms.append(optimizer.grad_norm.item())
         assert norms[-1] == pytest.approx(expected.grad_norm.item(), rel=1e-6)
-    assert max(norms) == math.inf
+    assert max(norms) == INF
     assert optimizer.scaler.skipped_steps.item() == 2
     whole.layers = cut_layers()
-    theirs = dict(tree_flatten(whole.trainable_parameters()))
-    for path, x in tree_flatten(cut.trainable_parameters()):
-        assert mx.abs(x - theirs[path]).max().item() < 1e-6
+    assert_near(cut.trainable_parameters(), whole.trainable_parameters(), 0, 1e-6)
     return norms, fingerprint(optimizer.scaler.state)
 
 
@@ -194,19 +201,18 @@ def many_buckets_of_mixed_dtypes_keep_their_order(group):
     trees = [tree_map(lambda p, g: g.astype(p.dtype), like, tree) for tree in trees]
     for tree in trees:  # two of these add up to inf in float16
         tree["large"] = mx.full((3,), 40000.0, mx.float16)
+    trees = [dict(tree_flatten(tree)) for tree in trees]
     normal, core_ranks._BUCKET_BYTES = core_ranks._BUCKET_BYTES, 64
     try:
-        own = dict(tree_flatten(trees[group.rank()]))
-        mean = core_ranks.Ranks(group, average=True).averaged(own)
-        mean = tree_unflatten(list(mean.items()))
-        for _, x in tree_flatten(mean)[:: 1 if group.rank() else -1]:
+        mean = core_ranks.Ranks(group, average=True).averaged(trees[group.rank()])
+        for x in list(mean.values())[:: 1 if group.rank() else -1]:
             mx.eval(x)
     finally:
         core_ranks._BUCKET_BYTES = normal
-    full = [dict(tree_flatten(tree_map(to_float32, tree))) for tree in trees]
-    for path, x in tree_flatten(mean):
-        expected = sum(tree[path] for tree in full) / len(full)
-        assert x.dtype == expected.dtype
+    for path, x in mean.items():
+        wide = mx.complex64 if path.startswith("complex") else mx.float32
+        expected = sum(tree[path].astype(wide) for tree in trees) / len(trees)
+        assert x.dtype == wide
         assert mx.array_equal(x, expected), path
     return fingerprint(mean)
 
@@ -302,7 +308,7 @@ def calibrate_finds_one_scale_for_all_ranks(group):
 
 
 def init_names_what_differs_on_every_rank_with_both_values(group):
-    odd = group.rank() == group.size() - 1
+    odd, decay = group.rank() == group.size() - 1, optim.cosine_decay
 
     def init(expected, model=None, inner=None, scaler=None, **options):
         if model is None:
@@ -312,11 +318,9 @@ def init_names_what_differs_on_every_rank_with_both_values(group):
         inner = inner or optim.AdamW(1e-2)
         optimizer = LossScaleOptimizer(inner, scaler, group=group, **options)
         error = message(lambda: optimizer.init(model.trainable_parameters()))
-        if expected is None:
-            assert error is None, error
-        else:
-            assert error.startswith("ValueError: The ranks differ in "), error
-            assert expected in error, error
+        start = "" if expected is None else "ValueError: The ranks differ in "
+        assert str(error).startswith(start), error
+        assert str(expected) in str(error), error
 
     init(None)
     mx.random.seed(group.rank())
@@ -331,22 +335,24 @@ def init_names_what_differs_on_every_rank_with_both_values(group):
     if odd:
         model.out = nn.Linear(9, 1)
     init("'out.weight': rank 0 has float16 (1, 8) with checksum", model)
-    scaler = GradScaler(2.0**9 if odd else 2.0**8)
-    init("'scale': rank 0 has 256.0, rank 1 has 512.0.", scaler=scaler)
-    scaler = GradScaler(growth_interval=7 if odd else 8)
-    init("'growth_interval': rank 0 has 8, rank 1 has 7.", scaler=scaler)
-    norm = 1.0 if odd else None
-    init("'max_grad_norm': rank 0 has None, rank 1 has 1.0.", max_grad_norm=norm)
-    init("'average': rank 0 has True, rank 1 has False.", average=not odd)
-    bits = 16 if odd else 32
-    init("'state_bits': rank 0 has 32, rank 1 has 16.", state_bits=bits)
-    inner = optim.SGD(1e-2) if odd else optim.Lion(1e-2)
-    init("'class': rank 0 has 'Lion', rank 1 has 'SGD'.", inner=inner)
-    rate = 1e-2 if odd else 1e-3
-    for inner in (optim.AdamW(rate), optim.AdamW(optim.cosine_decay(rate, 10))):
-        init("'learning_rate': rank 0 has 0.001, rank 1 has 0.01.", inner=inner)
-    inner = optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01)
-    init("'weight_decay': rank 0 has 0.01, rank 1 has 0.1.", inner=inner)
+    for name, first, second, make in (
+        ("scale", 256.0, 512.0, lambda x: {"scaler": GradScaler(x)}),
+        ("growth_interval", 8, 7, lambda x: {"scaler": GradScaler(growth_interval=x)}),
+        ("max_grad_norm", None, 1.0, lambda x: {"max_grad_norm": x}),
+        ("average", True, False, lambda x: {"average": x}),
+        ("state_bits", 32, 16, lambda x: {"state_bits": x}),
+        ("class", "Lion", "SGD", lambda x: {"inner": getattr(optim, x)(1e-2)}),
+        ("learning_rate", 0.1, 0.2, lambda x: {"inner": optim.AdamW(x)}),
+        ("learning_rate", 0.1, 0.2, lambda x: {"inner": optim.AdamW(decay(x, 10))}),
+        (
+            "weight_decay",
+            0.1,
+            0.2,
+            lambda x: {"inner": optim.AdamW(1e-2, weight_decay=x)},
+        ),
+    ):
+        expected = f"{name!r}: rank 0 has {first!r}, rank 1 has {second!r}."
+        init(expected, **make(second if odd else first))
     init(None, inner=optim.AdamW(mx.array(0.25, mx.bfloat16)))
     mx.random.seed(group.rank())
     init(None, Deep(1), average=False, sharded=True)
@@ -395,26 +401,62 @@ def ranks_that_make_different_calls_raise_and_name_them(group):
 
 
 CHECKS = {
-    check.__name__: check
-    for check in (
-        overflow_on_one_rank_skips_the_step_on_all_ranks,
-        scaler_in_a_custom_loop_decides_with_one_all_reduce,
-        ranks_with_different_or_no_gradients_decide_together,
-        shards_are_clipped_and_skipped_like_the_whole_model,
-        many_buckets_of_mixed_dtypes_keep_their_order,
-        communication_does_not_grow_with_the_parameters,
-        assert_in_sync_names_leaf_and_rank,
-        from_rank_0_restores_every_rank_or_raises_on_all,
-        calibrate_finds_one_scale_for_all_ranks,
-        init_names_what_differs_on_every_rank_with_both_values,
-        rank_whose_gradients_differ_from_init_refuses_the_step_alone,
-        ranks_that_make_different_calls_raise_and_name_them,
-    )
+    name: check
+    for name, check in list(globals().items())
+    if getattr(check, "__module__", None) == __name__
+    and [*signature(check).parameters] == ["group"]
 }
 
 
-def main(folder, names):
-    group = mx.distributed.init(strict=True, backend="ring")
+def restart(group, checkpoint, stop, dies=-1, dies_at=-1):
+    """Train, save after each step, and report; one rank may die in a step."""
+    rank = group.rank()
+    mx.random.seed(rank)  # a rank that did not restore would start elsewhere
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(1e-2),
+        GradScaler(init_scale=256.0, growth_interval=3, max_scale=1024.0),
+        group=group,
+        average=True,
+    )
+
+    def share(i):
+        """Return this rank's part of eight samples, of which one may overflow."""
+        x, y = batch(i, 8, mx.float16)
+        if i in (2, 7, 11):
+            x[5] = x[5] * 30000
+        return tuple(mx.split(a, group.size())[rank] for a in (x, y))
+
+    def now():
+        return fingerprint([model.parameters(), optimizer.state])
+
+    start = 0
+    if Path(checkpoint).exists():
+        start = restore_checkpoint(checkpoint, model, optimizer)["step"]
+    else:
+        model.update(broadcast(model.parameters(), group))
+    report = {"start": start, "loaded": now()}
+    step = compiled_step(model, optimizer)
+    try:
+        for i in range(start, int(stop)):
+            if (rank, i) == (int(dies), int(dies_at)):
+                # The other ranks wait for its gradients.
+                loss_and_grad = optimizer.value_and_grad(model, mse(model))
+                mx.eval(loss_and_grad(*share(i)))
+                os._exit(9)
+            step(*share(i))
+            report["saved"] = now()
+            save_checkpoint(checkpoint, model, optimizer, step=i + 1)
+    except RuntimeError as error:
+        report["error"] = str(error)
+    else:
+        report["scaler"] = optimizer.scaler.state_dict()
+        masters = tree_flatten(optimizer.masters(model.trainable_parameters()))
+        report["parameters"] = {path: x.tolist() for path, x in masters}
+    return report
+
+
+def run_checks(group, names):
     findings = {}
     for name in names:
         mx.random.seed(0)
@@ -424,9 +466,17 @@ def main(folder, names):
             # The ranks may have lost step: this one leaves, and the others notice.
             findings[name] = ["failed", traceback.format_exc()]
             break
-    path = Path(folder) / f"{group.rank()}.json"
-    path.write_text(json.dumps(findings))
+    return findings
+
+
+def main(folder, *arguments):
+    group = mx.distributed.init(strict=arguments[0] != "restart", backend="ring")
+    if arguments[0] == "restart":
+        report = restart(group, *arguments[1:])
+    else:
+        report = run_checks(group, arguments)
+    (Path(folder) / f"{group.rank()}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Models, trees and optimizers that the tests share."""
 
 import pickle
+from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -109,6 +110,19 @@ def bits(tree):
     return found
 
 
+@contextmanager
+def refused(error, match, *unchanged):
+    """Expect an error that leaves trees, or the states of objects, as they were."""
+
+    def now():
+        return [bits(getattr(x, "state", x)) for x in unchanged]
+
+    before = now()
+    with pytest.raises(error, match=match):
+        yield
+    assert now() == before
+
+
 def dtypes(tree):
     return {x.dtype for _, x in tree_flatten(tree)}
 
@@ -131,6 +145,21 @@ class Mlp(nn.Module):
 
     def __call__(self, x):
         return self.layers[1](nn.relu(self.layers[0](x)))
+
+
+def gradient_of(kind, source, model, loss_fn):
+    """Return the function of a loss and its gradients that a scaler or MLX makes."""
+    if kind in ("mlx", "scale_loss"):
+        loss_fn = source.scale_loss(loss_fn, model) if kind != "mlx" else loss_fn
+        return nn.value_and_grad(model, loss_fn)
+    dtype = mx.float16 if kind == "compute_dtype" else None
+    return source.value_and_grad(model, loss_fn, dtype)
+
+
+def compiled_if(compiled, step, *state):
+    """Return a step, compiled with its state if asked to."""
+    state = list(state)
+    return mx.compile(step, inputs=state, outputs=state) if compiled else step
 
 
 def mse(model):

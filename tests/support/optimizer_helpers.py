@@ -5,12 +5,20 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, MasterWeightOptimizer
-from mlx_gradscale.core.optimizers import single_optimizers
-from mlx_gradscale.core.trees import slots
-from support.helpers import INF, Mlp, Traced, batch, bits, gradients_like, mse
+from support.helpers import (
+    INF,
+    NAN,
+    Mlp,
+    Traced,
+    batch,
+    bits,
+    compiled_if,
+    gradients_like,
+    mse,
+)
 from support.scaler_helpers import used
 
 HALVES = [mx.float16, mx.bfloat16]
@@ -52,6 +60,7 @@ class Training:
             GradScaler(init_scale=256.0, growth_interval=7),
             **arguments,
         )
+        self.is_initialized = init
         if init:
             self.optimizer.init(self.model.trainable_parameters())
         loss_and_grad = self.optimizer.value_and_grad(self.model, mse(self.model))
@@ -61,11 +70,8 @@ class Training:
             self.optimizer.update(self.model, gradients)
             return loss
 
-        self.traced = Traced(step)
-        self.step = self.traced
-        if compiled:
-            state = [self.model.state, self.optimizer.state]
-            self.step = mx.compile(self.traced, inputs=state, outputs=state)
+        self.traced, state = Traced(step), [self.model.state, self.optimizer.state]
+        self.step = compiled_if(compiled, self.traced, *state)
 
     def run(self, seeds, bad=()):
         for seed in seeds:
@@ -80,10 +86,25 @@ class Training:
 
 def moments_of(optimizer):
     """Yield each single optimizer with the dicts of moments in its state."""
-    for part in single_optimizers(optimizer):
-        found = slots(part.state)
-        boxes = {id(box): box for where, box, _ in found if len(where) > 1}
-        yield from ((part, box) for box in boxes.values())
+    for part in getattr(optimizer, "optimizers", [optimizer]):
+
+        def is_box(x, state=part.state):
+            has_arrays = isinstance(x, dict) and x is not state
+            return has_arrays and any(isinstance(y, mx.array) for y in x.values())
+
+        for _, x in tree_flatten(part.state, is_leaf=is_box):
+            if isinstance(x, dict):
+                yield part, x
+
+
+def decoded(optimizer, inner, weights):
+    """Load the state of a wrapper of any bits into 32 bits, and a new optimizer."""
+    other = wrapped(inner)
+    other.init(weights)
+    other.state = dict(tree_flatten(optimizer.state))
+    # A skipped step only decodes.
+    other.apply_gradients(tree_map(lambda x: x * NAN, weights), weights)
+    return inner
 
 
 def assert_near(tree, expected, rtol=1e-5, atol=1e-6):
@@ -122,8 +143,7 @@ def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
     optimizer, weights = MasterWeightOptimizer(make()), start()
     optimizer.init(weights)
     step = optimizer.apply_gradients
-    if compiled:
-        step = mx.compile(step, inputs=optimizer.state, outputs=optimizer.state)
+    step = compiled_if(compiled, step, optimizer.state)
     for i in range(steps):
         old = leaves_of([weights, optimizer.optimizer.state])
         before, kept = weights, bits(weights)

@@ -19,7 +19,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)
 PLACEHOLDER = re.compile(r"(?<![\w-])[A-Z]{3,}(?![\w-])")
 # Other people's commands. Only the paths in their arguments are checked.
 TOOLS = {"bash", "git", "mlx.launch", "pre-commit", "pytest", "python", "sphinx-build"}
-TOOLS |= {".", "python3"}
+TOOLS |= {".", "python3", "pip"}
 NOT_RUN = {"text", "diff"}
 
 
@@ -59,8 +59,13 @@ def split_commands(block: str) -> Iterator[list[str]]:
 
 def run_command(words: list[str]) -> str:
     """Run a command of this package, or check its flags if it has placeholders."""
-    arguments = own_arguments(words)
-    if arguments is None:
+    if words[0].startswith("mlx_gradscale"):
+        scripts = {script.name for script in entry_points(group="console_scripts")}
+        assert words[0] in scripts, words
+        arguments = [*words[0].split(".")[1:], *words[1:]]
+    elif words[:3] == ["python", "-m", "mlx_gradscale"]:
+        arguments = words[3:]
+    else:
         check_other_command(words)
         return ""
     if not PLACEHOLDER.search(" ".join(arguments)):
@@ -73,17 +78,6 @@ def run_command(words: list[str]) -> str:
         if word.startswith("-"):
             assert re.search(rf"(?<![\w-]){word}(?![\w-])", known), (word, words)
     return ""
-
-
-def own_arguments(words: list[str]) -> list[str] | None:
-    """Return the arguments of a command of this package, or None for another."""
-    if words[0].startswith("mlx_gradscale"):
-        scripts = {script.name for script in entry_points(group="console_scripts")}
-        assert words[0] in scripts, words
-        return [*words[0].split(".")[1:], *words[1:]]
-    if words[:3] == ["python", "-m", "mlx_gradscale"]:
-        return words[3:]
-    return None
 
 
 def call(arguments: list[str]) -> str:
@@ -99,21 +93,19 @@ def call(arguments: list[str]) -> str:
 
 def check_other_command(words: list[str]) -> None:
     """Check that the extras, modules, marks and paths of another command exist."""
-    project = (ROOT / "pyproject.toml").read_text()
-    match words:
-        case ["pip", "install", *_]:
-            extras = re.findall(r"^([\w-]+) = \[", project, re.MULTILINE)
-            for named in re.findall(r"\[(.*?)\]", " ".join(words)):
-                assert set(named.split(",")) <= {*extras}, words
-            return
-        case ["python" | "python3", "-m", module, *_]:
-            assert find_spec(module), words
-        case ["pytest", "-m", mark, *_]:
-            assert f'"{mark.split()[-1]}: ' in project, words
     assert words[0] in TOOLS, words
+    project = (ROOT / "pyproject.toml").read_text()
+    if words[0] == "pip":
+        for named in re.findall(r"\[(.*?)\]", " ".join(words)):
+            extras = re.findall(r"^([\w-]+) = \[", project, re.MULTILINE)
+            assert set(named.split(",")) <= {*extras}, words
+    elif "-m" in words:
+        name = words[words.index("-m") + 1].split()[-1]
+        is_mark = words[0] == "pytest"
+        assert f'"{name}: ' in project if is_mark else find_spec(name), words
     for word in words[1:]:
-        is_made = word.startswith(("build/", "env/"))
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word) and not is_made:
+        is_path = re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word)
+        if is_path and not word.startswith(("build/", "env/")):
             assert (ROOT / word).exists(), words
 
 

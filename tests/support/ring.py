@@ -17,8 +17,8 @@ TESTS = SUPPORT.parent
 LIMIT = 600
 
 
-def free_ports(n, consecutive=False):
-    """Ports that nobody listens on, as far as one can know beforehand."""
+def free_ports(n):
+    """Consecutive ports that nobody listens on, as far as one can know beforehand."""
     for _ in range(100):
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
@@ -26,24 +26,29 @@ def free_ports(n, consecutive=False):
                 sockets[0].bind(("127.0.0.1", 0))
                 first = sockets[0].getsockname()[1]
                 for i, s in enumerate(sockets[1:], 1):
-                    s.bind(("127.0.0.1", first + i if consecutive else 0))
+                    s.bind(("127.0.0.1", first + i))
             except (OSError, OverflowError):
                 continue
-            return [s.getsockname()[1] for s in sockets]
+            return range(first, first + n)
     raise RuntimeError("There are no free ports on the loopback interface.")
 
 
-def finish(commands):
+def finish(commands, env):
     """Run all at once, and leave none behind, whatever happens.
 
     Args:
         commands: Pairs of a command line and what to add to the environment.
+        env: What to add to the environment of all.
     """
     # Open and silent: mlx.launch spins on an input that is at its end.
     silence, kept_open = os.pipe()
+    options = {"stdin": silence, "stdout": subprocess.PIPE, "text": True}
+    options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
+    env = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"} | env
     processes = []
     try:
-        processes += [start(*command, silence) for command in commands]
+        for command, own in commands:
+            processes.append(subprocess.Popen(command, env=env | own, **options))
         outputs = [p.communicate(timeout=LIMIT)[0] for p in processes]
     finally:
         for p in processes:
@@ -57,18 +62,6 @@ def finish(commands):
     return [p.returncode for p in processes], "\n".join(outputs)
 
 
-def start(command, env, stdin):
-    return subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | env,
-        start_new_session=True,
-    )
-
-
 def run_ranks(n, folder, script, *args):
     """Start the ranks as mlx.launch does; return exit codes, reports and output."""
     folder.mkdir()
@@ -77,9 +70,8 @@ def run_ranks(n, folder, script, *args):
     # As a module: a script's own folder would come before tests/ in the path.
     module = f"{SUPPORT.name}.{Path(script).stem}"
     command = [sys.executable, "-m", module, str(folder), *map(str, args)]
-    env = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    env |= {"MLX_HOSTFILE": str(hosts)} if n > 1 else {}
-    codes, output = finish([(command, env | {"MLX_RANK": str(r)}) for r in range(n)])
+    env = {"MLX_HOSTFILE": str(hosts)} if n > 1 else {}
+    codes, output = finish([(command, {"MLX_RANK": str(r)}) for r in range(n)], env)
     return codes, reports(n, folder), output
 
 
@@ -93,12 +85,9 @@ def mlx_launch(n, folder, script, *args):
     kernels = Path(tempfile.gettempdir()) / "mlx"
     kernels.mkdir(exist_ok=True)
     (folder / "mlx").symlink_to(kernels)
-    port = free_ports(n, consecutive=True)[0]
-    ring = ["--backend", "ring", "-n", str(n), "--starting-port", str(port)]
+    ring = ["--backend", "ring", "-n", str(n), "--starting-port", str(free_ports(n)[0])]
     command = [launcher, *ring, "--", sys.executable, str(script), *map(str, args)]
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    env = {"TMPDIR": str(folder), "PYTHONPATH": path}
-    _, output = finish([(command, env)])
+    _, output = finish([(command, {})], {"TMPDIR": str(folder)})
     return output
 
 
