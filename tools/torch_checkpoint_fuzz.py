@@ -33,7 +33,7 @@ from mlx_gradscale.torch_checkpoint import (
     Placeholder,
     plain_value,
 )
-from mlx_gradscale.torch_checkpoint.tensors import Storage
+from mlx_gradscale.torch_checkpoint.objects import Storage
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "torch"
 # Edge values for sizes and counts.
@@ -302,6 +302,8 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
         if expected.numel() > 2**20 or not isinstance(value, mx.array):
             return not isinstance(value, mx.array)
         plain = expected.detach().resolve_conj().resolve_neg().contiguous()
+        if plain.dtype == torch.bool:  # whose bytes may be others than 0 and 1
+            plain = plain.view(torch.uint8) != 0
         if plain.dtype == torch.bfloat16:
             value, plain = value.view(mx.uint16), plain.view(torch.uint16)
         return np.array(value).tobytes() != plain.numpy().tobytes()

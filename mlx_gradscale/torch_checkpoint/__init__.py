@@ -20,10 +20,9 @@ The package imports only MLX, NumPy and the standard library, so a copy of its f
 works in another project.
 """
 
-from .objects import CheckpointError, Placeholder, plain_value
+from .objects import CheckpointError, Placeholder, plain_value, replace_tensors
 from .reader import load, shapes
 from .tensors import Tensor, read_all
-from .tree import replace_tensors
 from .writer import save
 
 __all__ = [

@@ -16,15 +16,19 @@ import mlx.core as mx
 import numpy as np
 
 from .disk import atomic_write
-from .objects import CheckpointError, Placeholder
-from .tensors import SIZES, STORAGES, Storage, Tensor, dtype_name
-from .tree import replace_tensors, show_path
-from .unpickler import UNTYPED
+from .objects import (
+    CheckpointError,
+    Placeholder,
+    Storage,
+    replace_tensors,
+    show_path,
+)
+from .tensors import SIZES, STORAGES, Tensor, dtype_name
+from .unpickler import MARKED, UNTYPED
 
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
 _CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
-_MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
 def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
@@ -96,23 +100,24 @@ def _write_zip(
 ) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
-        def add(name: str, data: bytes | memoryview) -> None:
+        def add(name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
             info = zipfile.ZipInfo(f"{folder}/{name}")
-            is_wide = len(data) >= 2**30
+            is_wide = size >= 2**30
             # An extra field fills the gap before the data, as in PyTorch.
             header = 30 + len(info.filename) + 20 * is_wide + 4
             gap = -(archive.start_dir + header) % _ALIGNMENT
             info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
             with archive.open(info, "w", force_zip64=is_wide) as record:
-                record.write(data)
+                for chunk in chunks:
+                    record.write(chunk)
 
-        add("data.pkl", data)
-        add(".format_version", b"1")
-        add(".storage_alignment", b"%d" % _ALIGNMENT)
-        add("byteorder", b"little")
+        add("data.pkl", len(data), [data])
+        add(".format_version", 1, [b"1"])
+        add(".storage_alignment", 2, [b"%d" % _ALIGNMENT])
+        add("byteorder", 6, [b"little"])
         for number, storage in enumerate(storages):
-            add(f"data/{number}", storage.read())
-        add("version", b"3\n")
+            add(f"data/{number}", storage.nbytes, storage.chunks())
+        add("version", 2, [b"3\n"])
 
 
 _PythonPickler: Any = pickle._Pickler
@@ -138,7 +143,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def _save_storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, str(len(self.storages)))
         kind = _CLASSES[storage.dtype] if storage.dtype else UNTYPED[0]
-        self.save(("storage", self._name(kind), key, "cpu", storage.numel))
+        numel = storage.nbytes // SIZES[storage.dtype]
+        self.save(("storage", self._name(kind), key, "cpu", numel))
         self.write(b"Q")
 
     def _save_tensor(self, tensor: Tensor) -> None:
@@ -173,7 +179,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             return
         self._save_call(obj, obj.callee, obj.args or (), obj.opcode)
         for opcode, values in obj.edits:
-            if opcode in _MARKED:
+            if opcode in MARKED:
                 self.write(b"(")
             for value in values:
                 self.save(value)

@@ -158,5 +158,5 @@ def test_every_flipped_bit_is_an_error(numel):
     for at in (data.index(b"weight"), start, start + 2 * numel, start + 4 * numel - 1):
         flipped = bytearray(data)
         flipped[at] ^= 4
-        with pytest.raises(CheckpointError, match="checksum"):
+        with pytest.raises(CheckpointError, match="CRC-32"):
             torch_checkpoint.load(bytes(flipped))
