@@ -6,9 +6,8 @@ returns it with a lazy ``Tensor`` for every tensor, and ``save`` writes files th
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. What a file can make it
-allocate is bounded: a pickle of 64 MiB and 4 million instructions, a zip directory of
-16 MiB, and tensors of four times the size of the file. Checksums are verified; pipes
-and devices are refused.
+allocate is bounded, as SECURITY.md says. Checksums are verified; pipes and devices are
+refused.
 
 Not supported: DTensors, TorchScript archives, ``torch.distributed.checkpoint`` folders
 (the error shows PyTorch's command to convert them to a file), big-endian files, files

@@ -188,7 +188,7 @@ def _explain_damage() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # zipfile raises ten different types
-        problem = f"The zip file is damaged or cut off ({error!a:.120})"
+        problem = f"The zip directory or a record is damaged ({error!a:.120})"
         raise CheckpointError(f"{problem}. Copy the file again.") from error
 
 

@@ -141,7 +141,7 @@ def test_zip_directory_of_more_than_16_mib_is_refused():
     end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 65535, 65535, 0, 0, 0)
     data = bytearray(b"PK\x03\x04" + entry * count + end)
     struct.pack_into("<2L", data, len(data) - 10, len(entry) * count, 4)
-    with pytest.raises(CheckpointError, match="zip file is damaged or cut off"):
+    with pytest.raises(CheckpointError, match="zip directory"):
         torch_checkpoint.load(bytes(data))
 
 
