@@ -130,7 +130,7 @@ class Unpickler(_Python):  # type: ignore[misc]
             values = self.stack[at:]
             del self.stack[at:]
         target, kind = self.stack[-1], type(self.stack[-1])
-        if kind is Placeholder:
+        if kind is Placeholder and target.callee:
             target.edits.append((opcode, values))
         elif kind is list and opcode in (pickle.APPEND, pickle.APPENDS):
             target.extend(values)
