@@ -52,21 +52,18 @@ STORAGES = names(
     "torch.storage.UntypedStorage"
 )
 REBUILD, ORDERED_DICT = names("torch._utils._rebuild_tensor_v2 collections.OrderedDict")
-COPIES = names(
-    "_codecs.encode __builtin__.bytearray __builtin__.set __builtin__.frozenset "
-    "torch.Size collections.Counter"
-)
 FOREIGN = names(
     "os.system argparse.Namespace numpy._core.multiarray.scalar numpy.dtype "
     "numpy._core.multiarray._reconstruct pathlib.PosixPath collections.defaultdict "
     "__builtin__.getattr copy_reg._reconstructor"
 )
 OTHERS = names(
-    "torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter torch.Tensor "
-    "torch._tensor._rebuild_from_type_v2 torch.uint16 torch.float16 torch.device "
-    "__builtin__.complex"
+    "_codecs.encode __builtin__.bytearray __builtin__.set __builtin__.frozenset "
+    "torch.Size collections.Counter torch.Tensor torch._utils._rebuild_tensor_v3 "
+    "torch._utils._rebuild_parameter torch._tensor._rebuild_from_type_v2 torch.uint16 "
+    "torch.float16 torch.device __builtin__.complex"
 )
-NAMES = [*STORAGES, REBUILD, ORDERED_DICT, *COPIES, *FOREIGN, *OTHERS]
+NAMES = [*STORAGES, REBUILD, ORDERED_DICT, *FOREIGN, *OTHERS]
 
 
 def seeds() -> list[bytes]:

@@ -119,7 +119,8 @@ class _File(io.BufferedReader):
 
     def read(self, size: int | None = None) -> bytes:
         # A longer directory is cut off, which zipfile reports.
-        return super().read(min(size or _MAX_DIRECTORY, _MAX_DIRECTORY))
+        is_short = size is not None and 0 <= size < _MAX_DIRECTORY
+        return super().read(size if is_short else _MAX_DIRECTORY)
 
 
 def _open(file: File) -> _File:

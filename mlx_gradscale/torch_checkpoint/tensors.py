@@ -168,9 +168,11 @@ def _read_block(tensor: Tensor) -> mx.array:
     mx.eval(words)
     target, at = _view_bytes(words), 0
     for chunk in storage.chunks():
-        target[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        part = target[at : at + len(chunk)]
+        # A storage may end with a part of an element.
+        part[:] = np.frombuffer(chunk, np.uint8)[: len(part)]
         at += len(chunk)
-    check(at == len(target), "The file became shorter while it was read")
+    check(at == storage.nbytes, "The file became shorter while it was read")
     return words
 
 
