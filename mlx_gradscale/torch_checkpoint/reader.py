@@ -179,9 +179,13 @@ def _read_zip(source: _File) -> tuple[Any, list[Tensor]]:
 
 def _read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
     """Yield the bytes of a record, whose checksum zipfile verifies."""
-    with _explain_damage(), archive.open(info) as record:
-        while chunk := record.read(_CHUNK):
-            yield chunk
+    with _explain_damage():
+        # open() asks for the position of the file, which reads in other threads move.
+        with archive._lock:  # type: ignore[attr-defined]
+            record = archive.open(info)
+        with record:
+            while chunk := record.read(_CHUNK):
+                yield chunk
 
 
 @contextmanager
