@@ -6,9 +6,8 @@ returns it with a lazy ``Tensor`` for every tensor, and ``save`` writes files th
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 For a bad file, ``load`` raises only ``CheckpointError``. What a file can make it
-allocate is bounded: a pickle of 64 MiB and 4 million instructions, a zip directory of
-16 MiB, and tensors of four times the size of the file. Checksums are verified; pipes
-and devices are refused.
+allocate is bounded, as SECURITY.md says. Checksums are verified; pipes and devices are
+refused.
 
 Not supported: DTensors, TorchScript archives, ``torch.distributed.checkpoint`` folders
 (the error shows PyTorch's command to convert them to a file), big-endian files, files
@@ -20,10 +19,9 @@ The package imports only MLX, NumPy and the standard library, so a copy of its f
 works in another project.
 """
 
-from .objects import CheckpointError, Placeholder, plain_value
+from .objects import CheckpointError, Placeholder, plain_value, replace_tensors
 from .reader import load, shapes
 from .tensors import Tensor, read_all
-from .tree import replace_tensors
 from .writer import save
 
 __all__ = [

@@ -1,6 +1,10 @@
-"""Errors, and the values of a checkpoint that Python cannot represent."""
+"""Errors, objects whose classes are not imported, and the walk over all objects."""
 
+import copy
 import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,6 +16,8 @@ import numpy as np
 _MAX_ITEMS, _MAX_TEXT = 6, 200
 # Pickle protocol 2 uses the names of Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+DICTS = frozenset({dict, OrderedDict, Counter})
+_PLAIN = {int, float, bool, complex, type(None), str, bytes}
 
 
 class CheckpointError(ValueError):
@@ -29,6 +35,17 @@ def check(
     """Raise a ``CheckpointError`` unless the condition holds."""
     if not condition:
         raise CheckpointError(f"{problem}. {advice}")
+
+
+@dataclass(eq=False)
+class Storage:
+    """A block of bytes: a record in a file, or the values of an array."""
+
+    dtype: str | None  # of the elements; None if it is untyped
+    nbytes: int
+    # Yields the bytes, little-endian and row-major; those of a zip file are verified.
+    chunks: Callable[[], Iterable[bytes | memoryview]] = tuple
+    array: Any = None
 
 
 @dataclass(eq=False, repr=False)
@@ -64,10 +81,7 @@ class Placeholder:
     def __post_init__(self) -> None:
         self.path = f"{_RENAMED.get(self.module, self.module)}.{self.name}"
         is_name = len(self.path) < 1000 and self.path.isprintable()
-        check(
-            is_name and "" not in self.path.split("."),
-            f"{self.path[:120]!a} is not a class or function name",
-        )
+        check(is_name, f"{self.path[:120]!a} is not a class or function name")
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return a placeholder for the object made by calling this one."""
@@ -81,13 +95,13 @@ class Placeholder:
         return values[0] if opcode == b"b" else None
 
     def __str__(self) -> str:
-        text = self.path[:_MAX_TEXT]
+        text = self.path
         if self.args is not None:
             state = self.state if type(self.state) is dict else {}
             shown = [_show(x) for x in self.args[:_MAX_ITEMS]]
             for key, item in islice(state.items(), _MAX_ITEMS):
                 shown.append(f"{_show(key).strip(chr(39))}={_show(item)}")
-            text = f"{text}({', '.join(shown)})"
+            text += f"({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:
@@ -95,13 +109,11 @@ class Placeholder:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, (str, bytes, bytearray)):
-        return repr(value[:40])
-    # Python refuses to print an int of more than 4300 digits.
-    is_short = type(value) is int and value.bit_length() < 256
-    if is_short or value is None or isinstance(value, (bool, float, complex)):
-        return repr(value)
-    return value.path[:80] if isinstance(value, Placeholder) else type(value).__name__
+    """Return the repr of a short plain value, and the type of any other."""
+    if isinstance(value, Placeholder):
+        return value.path
+    is_short = type(value) in _PLAIN and sys.getsizeof(value) < _MAX_TEXT
+    return repr(value) if is_short else type(value).__name__
 
 
 def plain_value(value: Any) -> Any:
@@ -121,18 +133,87 @@ def plain_value(value: Any) -> Any:
         return value
     path = value.path.replace("numpy._core.", "numpy.core.")
     is_namespace = path in ("argparse.Namespace", "types.SimpleNamespace")
-    if is_namespace and type(value.state) is dict and not value.args:
+    if is_namespace and type(value.state) is dict:
         return value.state
-    if path == "collections.defaultdict":
-        items = [x for opcode, values in value.edits if opcode in b"su" for x in values]
-        return dict(zip(items[::2], items[1::2], strict=False))
     if path == "torch.Size" and [*map(type, value.args)] == [tuple]:
         return value.args[0]
-    if path == "numpy.core.multiarray.scalar":
-        with suppress(AttributeError, IndexError, TypeError, ValueError):
+    with suppress(AttributeError, IndexError, TypeError, ValueError):
+        if path == "collections.defaultdict":
+            edits = [items for opcode, items in value.edits if opcode in b"su"]
+            return {k: x for s in edits for k, x in zip(s[::2], s[1::2], strict=True)}
+        if path == "numpy.core.multiarray.scalar":
             dtype, data = value.args
             # Byte order and type code, such as "<f8".
             code = dtype.state[1] + dtype.args[0]
             if re.fullmatch(r"[<>=|](b1|[iu][1248]|f[248]|c8|c16)", code):
                 return np.frombuffer(data, code).item()
     return value
+
+
+def replace_tensors(tree: Any, function: Callable[[tuple[Any, ...], Any], Any]) -> Any:
+    """Return a copy of an object with each tensor replaced.
+
+    Values that are shared stay shared, and only containers and placeholders are copied.
+
+    Args:
+        tree (Any): The object.
+        function (Callable): Takes the path of a tensor (a tuple of keys and indices)
+            and the ``Tensor`` or ``mx.array``, and returns its replacement, or the
+            tensor itself. It is called once for each object, and also for values of
+            types that a checkpoint cannot hold.
+
+    Raises:
+        CheckpointError: If the object is nested too deeply.
+    """
+    done: dict[int, Any] = {}
+
+    def visit(value: Any, path: tuple[Any, ...]) -> Any:
+        kind: Any = type(value)
+        new: Any
+        is_name = kind is Placeholder and value.callee is None
+        if kind in _PLAIN or kind in (bytearray, Storage) or is_name:
+            return value
+        if id(value) in done:
+            return done[id(value)]
+        # A list, dict or placeholder may contain itself, so note it before its items.
+        if kind in DICTS:
+            check_keys(value)
+            new = done[id(value)] = kind()
+            if kind is OrderedDict and vars(value):  # state_dict() sets _metadata
+                vars(new).update(visit(vars(value), path))
+            for key, item in value.items():
+                new[visit(key, path)] = visit(item, (*path, key))
+        elif kind is list:
+            new = done[id(value)] = []
+            new += [visit(x, (*path, i)) for i, x in enumerate(value)]
+        elif kind in (tuple, set, frozenset):
+            items = [visit(x, (*path, i)) for i, x in enumerate(value)]
+            done.setdefault(id(value), kind(items))
+        elif kind is Placeholder:
+            new = done[id(value)] = copy.copy(value)
+            new.args, new.callee = visit(value.args, path), visit(value.callee, path)
+            new.edits = [(code, visit(items, path)) for code, items in value.edits]
+        else:
+            done[id(value)] = function(path, value)
+        return done[id(value)]
+
+    try:
+        return visit(tree, ())
+    except RecursionError:
+        raise CheckpointError("values are nested too deeply. Flatten them.") from None
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Raise unless dict keys are flat: hashing a doubled tuple would take forever."""
+    for key in keys:
+        parts = key if type(key) is tuple and len(key) <= 64 else (key,)
+        check(
+            {*map(type, parts)} <= {*_PLAIN, Placeholder},
+            f"a dict key or set member has type {type(key).__name__}",
+            "It must be a plain value or a flat tuple of plain values.",
+        )
+
+
+def show_path(path: tuple[Any, ...]) -> str:
+    """Return the place of a value in an object, for errors."""
+    return "obj" + "".join(f"[{key!a:.80}]" for key in path[:20])

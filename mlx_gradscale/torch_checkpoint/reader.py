@@ -2,13 +2,17 @@
 
 import io
 import os
-import struct
+import weakref
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
 from typing import Any
 
-from .objects import CheckpointError, check
-from .tensors import MLX_DTYPES, Source, Storage, Tensor, read_all
-from .tree import replace_tensors, show_path
+from .disk import open_file
+from .objects import CheckpointError, check, replace_tensors, show_path
+from .tensors import MLX_DTYPES, SIZES, Tensor, read_all
 from .unpickler import MAX_PICKLE, Unpickler
 
 # What starts a legacy file.
@@ -17,6 +21,9 @@ _MAGIC = [0x1950A86A20F9469CFC6C, 1001]
 _MAX_FACTOR = 4
 # zipfile takes about 15 times the size of a zip directory.
 _MAX_DIRECTORY = 2**24
+# Data is read and verified in chunks that fit in a cache.
+_CHUNK = 2**20
+_LOCK = Lock()
 File = str | os.PathLike[str] | bytes
 
 
@@ -90,30 +97,53 @@ def shapes(file: File) -> Any:
 
 def _read(file: File) -> tuple[Any, list[Tensor]]:
     """Return the object in a file, and its tensors."""
-    source = Source(file)
-    is_zip = source.read(0, 4) == b"PK\x03\x04"
-    is_known = is_zip or source.read(0, 1) == b"\x80"
+    source = _open(file)
+    start = source.read(4)
+    is_zip = start == b"PK\x03\x04"
+    is_known = is_zip or start[:1] == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote", "Check the path.")
     tree, tensors = (_read_zip if is_zip else _read_legacy)(source)
     # Views may repeat elements, and a storage is read once for each dtype.
     read = {(x.storage, x.dtype): x.storage.nbytes for x in tensors}
     nbytes = max(sum(read.values()), sum([x.nbytes for x in tensors]))
     check(
-        nbytes <= _MAX_FACTOR * source.size + 2**20,
+        nbytes <= _MAX_FACTOR * source.seek(0, os.SEEK_END) + 2**20,
         f"the tensors have {nbytes:,} bytes, more than {_MAX_FACTOR} times the file",
         "Call .contiguous() on expanded tensors in PyTorch and save again.",
     )
     return tree, tensors
 
 
-def _read_zip(source: Source) -> tuple[Any, list[Tensor]]:
-    try:
-        with zipfile.ZipFile(_Capped(source.open())) as archive:
-            entries = {info.filename: info for info in archive.infolist()}
-    except Exception as error:  # zipfile raises ten different types
-        raise CheckpointError(
-            f"The zip directory is damaged or cut off ({error}). Copy the file again."
-        ) from error
+class _File(io.BufferedReader):
+    """A file that limits what zipfile reads in one call: a whole directory."""
+
+    def read(self, size: int | None = None) -> bytes:
+        # A longer directory is cut off, which zipfile reports.
+        is_short = size is not None and 0 <= size < _MAX_DIRECTORY
+        return super().read(size if is_short else _MAX_DIRECTORY)
+
+
+def _open(file: File) -> _File:
+    """Open a file that is closed as soon as nothing refers to it, without a warning."""
+    if isinstance(file, (bytes, bytearray)):
+        return _File(io.BytesIO(file))
+    shown = os.fspath(file)
+    check(
+        not os.path.exists(os.path.join(file, ".metadata")),
+        f"{shown} is a folder of torch.distributed.checkpoint",
+        "Convert it to a file with: python -m torch.distributed.checkpoint."
+        f"format_utils dcp_to_torch {shown} FILE",
+    )
+    descriptor = open_file(file, os.O_RDONLY)
+    source = _File(io.FileIO(descriptor, closefd=False))
+    weakref.finalize(source, os.close, descriptor)
+    return source
+
+
+def _read_zip(source: _File) -> tuple[Any, list[Tensor]]:
+    with _explain_damage():
+        archive = zipfile.ZipFile(source)
+    entries = {info.filename: info for info in archive.infolist()}
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
@@ -122,62 +152,58 @@ def _read_zip(source: Source) -> tuple[Any, list[Tensor]]:
         "Save the state_dict() of the model with torch.save() instead.",
     )
 
-    def find(name: str, most: int) -> Storage:
-        check(folder + name in entries, f"The file has no record {name[:80]!a}")
-        return _find_record(source, entries[folder + name], most)
+    def find(name: str, most: int) -> zipfile.ZipInfo:
+        shown = f"The record {name[:80]!a}"
+        check(folder + name in entries, f"{shown} is missing")
+        info = entries[folder + name]
+        # Compressed data could expand without bound.
+        is_stored = info.compress_type == zipfile.ZIP_STORED
+        check(is_stored, f"{shown} is compressed")
+        check(info.file_size <= most, f"{shown} has more than {most:,} bytes")
+        return info
 
-    order = "byteorder"
-    check(
-        folder + order not in entries or bytes(find(order, 9).read()) == b"little",
-        "The file was written on a big-endian machine",
-        "Load it in PyTorch on a little-endian machine and save it again.",
-    )
-    unpickler = Unpickler(io.BytesIO(find("data.pkl", MAX_PICKLE).read()))
+    def read(name: str) -> bytes:
+        return b"".join(_read_record(archive, find(name, MAX_PICKLE)))
+
+    is_little = folder + "byteorder" not in entries or read("byteorder") == b"little"
+    check(is_little, "The file was written on a big-endian machine")
+    unpickler = Unpickler(io.BytesIO(read("data.pkl")))
     value = unpickler.load()
     for key, storage in unpickler.storages.items():
-        record = find(f"data/{key}", storage.nbytes)
-        is_whole = record.nbytes == storage.nbytes
-        check(is_whole, f"The record of {storage.nbytes} bytes has {record.nbytes}")
-        storage.data, storage.start = source, record.start
-        storage.checksum = record.checksum
+        info = find(f"data/{key}", storage.nbytes)
+        is_whole = info.file_size == storage.nbytes
+        check(is_whole, f"A record has {info.file_size} bytes, not {storage.nbytes}")
+        storage.chunks = partial(_read_record, archive, info)
     return value, [*unpickler.tensors]
 
 
-class _Capped(io.BufferedReader):
-    """A file for zipfile, which reads the whole directory in one call."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        # A longer directory is cut off, which zipfile reports.
-        return super().read(min(-1 if size is None else size, _MAX_DIRECTORY))
-
-
-def _find_record(source: Source, info: zipfile.ZipInfo, most: int) -> Storage:
-    """Return the location of a zip record; raise if it is compressed or damaged."""
-    name = ascii(info.filename[:80])
-    is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-    check(
-        is_plain and info.compress_size == info.file_size,
-        f"The record {name} is compressed or encrypted",
-        "Load the file in PyTorch and save it again.",
-    )
-    check(info.file_size <= most, f"The record {name} has more than {most:,} bytes")
-    is_inside = 0 <= info.header_offset <= source.size
-    header = source.read(info.header_offset, 30) if is_inside else b""
-    is_header = len(header) == 30 and header[:4] == b"PK\x03\x04"
-    check(is_header, f"The record {name} has a damaged header")
-    # The header ends with the lengths of the name and of the extra field.
-    start = info.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
-    check(start + info.file_size <= source.size, f"The record {name} is cut off")
-    return Storage(None, info.file_size, source, start, info.CRC)
+def _read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
+    """Yield the bytes of a record, whose checksum zipfile verifies."""
+    with _explain_damage():
+        # open() asks for the position of the file, which reads in other threads move.
+        with archive._lock:  # type: ignore[attr-defined]
+            record = archive.open(info)
+        with record:
+            while chunk := record.read(_CHUNK):
+                yield chunk
 
 
-def _read_legacy(source: Source) -> tuple[Any, list[Tensor]]:
+@contextmanager
+def _explain_damage() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # zipfile raises ten different types
+        problem = f"The zip directory or a record is damaged ({error!a:.120})"
+        raise CheckpointError(f"{problem}. Copy the file again.") from error
+
+
+def _read_legacy(source: _File) -> tuple[Any, list[Tensor]]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
-    stream = io.BytesIO(source.read(0, MAX_PICKLE))
+    stream = io.BytesIO(b"".join(_read_part(source, 0, MAX_PICKLE)))
     unpickler = Unpickler(stream)
     for expected in _MAGIC:
         found = unpickler.load()
@@ -188,11 +214,22 @@ def _read_legacy(source: Source) -> tuple[Any, list[Tensor]]:
     is_list = type(keys) is list and {*map(type, keys)} <= {str}
     fits = is_list and sorted(keys) == sorted(storages)
     check(fits, "The file is damaged: its storages do not match its tensors")
-    at = stream.tell()
+    at, size = stream.tell(), source.seek(0, os.SEEK_END)
     for storage in map(storages.__getitem__, keys):
-        count = int.from_bytes(source.read(at, 8), "little", signed=True)
-        storage.data, storage.start, at = source, at + 8, at + 8 + storage.nbytes
-        fits = count == storage.numel and at <= source.size
+        count = b"".join(_read_part(source, at, 8))
+        storage.chunks = partial(_read_part, source, at + 8, storage.nbytes)
+        at += 8 + storage.nbytes
+        numel = storage.nbytes // SIZES[storage.dtype]
+        fits = int.from_bytes(count, "little") == numel and at <= size
         check(fits, "The file is damaged: a storage has the wrong size")
-    check(at == source.size, "The file has data after the last storage")
+    check(at == size, "The file has data after the last storage")
     return value, [*unpickler.tensors]
+
+
+def _read_part(source: _File, start: int, size: int) -> Iterator[bytes]:
+    """Yield up to ``size`` bytes of a file."""
+    for at in range(start, start + size, _CHUNK):
+        with _LOCK:  # reading moves the position
+            source.seek(at)
+            chunk = source.read(min(_CHUNK, start + size - at))
+        yield chunk

@@ -1,9 +1,5 @@
 """Lazy tensors: views of storages, which are blocks of bytes in a file."""
 
-import io
-import os
-import weakref
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .disk import open_file
-from .objects import check
+from .objects import Storage, check
 
 Array = mx.array | np.ndarray[Any, Any]
 
@@ -38,108 +33,29 @@ MLX_DTYPES: dict[str, mx.Dtype] = {
     name: getattr(mx, "bool_" if name == "bool" else name)
     for name in {*STORAGES.values(), "uint16", "uint32", "uint64"} - {"complex128"}
 }
-# The bytes per element of the dtypes that can be saved. MLX lacks complex128.
-SIZES = {"complex128": 16} | {name: x.size for name, x in MLX_DTYPES.items()}
+# The bytes per element of an untyped storage, and of the dtypes that can be saved.
+SIZES: dict[str | None, int] = {None: 1, "complex128": 16}
+SIZES |= {name: x.size for name, x in MLX_DTYPES.items()}
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-# MLX stores a dimension as int32.
+# MLX stores a dimension as int32; mx.as_strided() aborts the process at a larger one.
 MAX_DIM = 2**31 - 1
-# Data is read and its checksum computed in pieces that fit in a cache, by this many
-# threads: one thread takes 0.3 s for the checksum of 1 GB.
-_PIECE, _THREADS = 2**18, 4
-
-
-class Source:
-    """The bytes of a checkpoint. A file stays open as long as this object exists."""
-
-    def __init__(self, file: "str | os.PathLike[str] | bytes") -> None:
-        self._data: memoryview | None = None
-        if isinstance(file, (bytes, bytearray)):
-            self._data, self.size = memoryview(bytes(file)), len(file)
-            return
-        shown = os.fspath(file)
-        check(
-            not os.path.exists(os.path.join(file, ".metadata")),
-            f"{shown} is a folder of torch.distributed.checkpoint",
-            "Convert it to a file with: python -m torch.distributed.checkpoint."
-            f"format_utils dcp_to_torch {shown} FILE",
-        )
-        self._descriptor = open_file(file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
-
-    def open(self) -> Any:
-        """Open the bytes as a file."""
-        if self._data is not None:
-            return io.BytesIO(self._data)
-        return open(self._descriptor, "rb", closefd=False)
-
-    def read_into(self, target: memoryview, start: int) -> None:
-        """Fill a memoryview of bytes."""
-        if self._data is not None:
-            target[:] = self._data[start : start + target.nbytes]
-        else:
-            size = os.preadv(self._descriptor, [target], start)
-            check(size == target.nbytes, "The file became shorter while it was read")
-
-    def read(self, start: int, size: int) -> bytes:
-        """Return up to ``size`` bytes."""
-        target = bytearray(min(size, max(0, self.size - start)))
-        self.read_into(memoryview(target), start)
-        return bytes(target)
-
-
-@dataclass(eq=False)
-class Storage:
-    """A block of bytes: a record in a file, or the bytes of an array."""
-
-    dtype: str | None  # of the elements; None if it is untyped
-    nbytes: int
-    data: Any = None  # a Source or an array
-    start: int = 0  # in the file
-    checksum: int | None = None  # CRC-32
-
-    @property
-    def numel(self) -> int:
-        """The number of elements; of bytes if it is untyped."""
-        return self.nbytes // SIZES[self.dtype] if self.dtype else self.nbytes
-
-    def read(self, target: memoryview | None = None) -> memoryview:
-        """Return the bytes; those of a file are read into ``target`` and verified.
-
-        They are little-endian and row-major.
-        """
-        if not isinstance(self.data, Source):
-            data = bytes_of(self.data)
-            if target is not None:
-                target[:] = data
-            return data
-        if target is None:
-            target = memoryview(bytearray(self.nbytes))
-        found = 0
-        for at in range(0, self.nbytes, _PIECE):
-            piece = target[at : min(at + _PIECE, self.nbytes)]
-            self.data.read_into(piece, self.start + at)
-            found = zlib.crc32(piece, found)
-        is_right = self.checksum in (None, found)
-        check(is_right, "The file is damaged: the checksum of a record is wrong")
-        return target
+# One thread takes 0.3 s for the checksum of 1 GB.
+_THREADS = 4
 
 
 def bytes_of(array: Array) -> memoryview:
     """Return the bytes of an array in row-major order, little-endian."""
     if not isinstance(array, mx.array):
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        return _view_bytes(array)
-    with mx.stream(mx.cpu):
-        array = mx.contiguous(array)
-        if array.dtype == mx.bfloat16:  # numpy has no bfloat16: view its bits
-            array = array.view(mx.uint16)
-    mx.eval(array)
-    return _view_bytes(array)
+        return _view_bytes(array).data
+    with mx.stream(mx.cpu):  # as words, because NumPy has no bfloat16
+        words = mx.contiguous(array).view(_WORDS[array.itemsize])
+    mx.eval(words)
+    return _view_bytes(words).data
 
 
-def _view_bytes(array: Any) -> memoryview:
-    return np.asarray(memoryview(array)).reshape(-1).view(np.uint8).data
+def _view_bytes(array: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(memoryview(array)).reshape(-1).view(np.uint8)
 
 
 def dtype_name(of: Any) -> str:
@@ -180,7 +96,8 @@ class Tensor:
         """Return a tensor with the values of an array."""
         dtype, shape = dtype_name(array), tuple(array.shape)
         is_typed = dtype in STORAGES.values()
-        storage = Storage(dtype if is_typed else None, array.nbytes, array)
+        kind = dtype if is_typed else None
+        storage = Storage(kind, array.nbytes, lambda: [bytes_of(array)], array)
         return cls(storage, dtype, 0, shape, _row_strides(shape))
 
     def read(self) -> mx.array:
@@ -224,47 +141,46 @@ def read_all(tensors: Iterable[Tensor]) -> list[mx.array]:
         CheckpointError: If the file is damaged, or MLX does not have a dtype.
     """
     tensors = [*tensors]
-    found = {x: x.storage.data for x in tensors}  # read already, if in no file
-    # A storage without a dtype is read once for each dtype of its tensors.
-    first: dict[tuple[Storage, str], Tensor] = {}
-    for tensor in found:
-        if isinstance(found[tensor], mx.array):
-            continue
-        name = f"torch.{tensor.dtype}"
-        problem = f"MLX does not have the dtype {name!a}"
-        check(tensor.dtype in MLX_DTYPES, problem, "Convert the tensor in PyTorch.")
-        count = tensor.storage.nbytes // SIZES[tensor.dtype]
-        check(
-            tensor._is_whole or count <= MAX_DIM,
-            f"a tensor is part of a storage of over {MAX_DIM} elements",
-            "Call .clone() on it in PyTorch and save again.",
-        )
-        first.setdefault((tensor.storage, tensor.dtype), tensor)
+    # A storage is read once for each dtype of its tensors.
+    some = {(x.storage, x.dtype): x for x in tensors}
     with ThreadPoolExecutor(_THREADS) as threads:
-        blocks = dict(zip(first, threads.map(_read_block, first.values()), strict=True))
-    for tensor in found:
-        if (tensor.storage, tensor.dtype) in blocks:
-            found[tensor] = _view(tensor, blocks[tensor.storage, tensor.dtype])
-    mx.eval([*found.values()])  # a lazy array would be tied to this thread
-    return [found[tensor] for tensor in tensors]
+        blocks = dict(zip(some, threads.map(_read_block, some.values()), strict=True))
+    arrays = {x: _view(x, blocks[x.storage, x.dtype]) for x in tensors}
+    mx.eval([*arrays.values()])  # a lazy array would be tied to this thread
+    return [arrays[x] for x in tensors]
 
 
 def _read_block(tensor: Tensor) -> mx.array:
-    """Return the storage of a tensor as an array of words of the tensor's size."""
-    storage, size = tensor.storage, SIZES[tensor.dtype]
+    """Return the storage of a tensor, as words of the tensor's size if in a file."""
+    storage = tensor.storage
+    problem = f"MLX does not have the dtype {f'torch.{tensor.dtype}'!a}"
+    check(tensor.dtype in MLX_DTYPES, problem, "Convert the tensor in PyTorch.")
+    if isinstance(storage.array, mx.array):
+        return storage.array
+    size = SIZES[tensor.dtype]
     shape = tensor.shape if tensor._is_whole else (storage.nbytes // size,)
+    check(
+        max((0, *shape)) <= MAX_DIM,
+        f"a tensor is part of a storage of over {MAX_DIM} elements",
+        "Call .clone() on it in PyTorch and save again.",
+    )
     words = mx.empty(shape, _WORDS[size], stream=mx.cpu)
     mx.eval(words)
-    storage.read(_view_bytes(words))
-    is_bool = tensor.dtype == "bool"
-    most = np.array(words, copy=False).max(initial=0) if is_bool else 0
-    check(most <= 1, "a bool tensor has bytes above 1")
+    target, at = _view_bytes(words), 0
+    for chunk in storage.chunks():
+        part = target[at : at + len(chunk)]
+        # A storage may end with a part of an element.
+        part[:] = np.frombuffer(chunk, np.uint8)[: len(part)]
+        at += len(chunk)
+    check(at == storage.nbytes, "The file became shorter while it was read")
     return words
 
 
-def _view(tensor: Tensor, words: mx.array) -> mx.array:
+def _view(tensor: Tensor, block: mx.array) -> mx.array:
+    dtype = MLX_DTYPES[tensor.dtype]
     with mx.stream(mx.cpu):
-        values = words.view(MLX_DTYPES[tensor.dtype])
+        # Any byte but 0 is True, as in PyTorch.
+        values = block.astype(dtype) if dtype == mx.bool_ else block.view(dtype)
         if tensor._is_whole:
             return values.reshape(tensor.shape)
         return mx.as_strided(values, tensor.shape, tensor.strides, tensor.offset)

@@ -9,6 +9,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -16,15 +17,20 @@ import mlx.core as mx
 import numpy as np
 
 from .disk import atomic_write
-from .objects import CheckpointError, Placeholder
-from .tensors import SIZES, STORAGES, Storage, Tensor, dtype_name
-from .tree import replace_tensors, show_path
-from .unpickler import UNTYPED
+from .objects import (
+    CheckpointError,
+    Placeholder,
+    Storage,
+    replace_tensors,
+    show_path,
+)
+from .tensors import SIZES, STORAGES, Tensor, dtype_name
+from .unpickler import MARKED, UNTYPED
 
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
-_CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
-_MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
+_CLASSES: dict[str | None, str] = {None: UNTYPED[0]}
+_CLASSES |= {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
 
 
 def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
@@ -96,29 +102,30 @@ def _write_zip(
 ) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
-        def add(name: str, data: bytes | memoryview) -> None:
+        def add(name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
             info = zipfile.ZipInfo(f"{folder}/{name}")
-            is_wide = len(data) >= 2**30
+            is_wide = size >= 2**30
             # An extra field fills the gap before the data, as in PyTorch.
             header = 30 + len(info.filename) + 20 * is_wide + 4
             gap = -(archive.start_dir + header) % _ALIGNMENT
             info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
             with archive.open(info, "w", force_zip64=is_wide) as record:
-                record.write(data)
+                for chunk in chunks:
+                    record.write(chunk)
 
-        add("data.pkl", data)
-        add(".format_version", b"1")
-        add(".storage_alignment", b"%d" % _ALIGNMENT)
-        add("byteorder", b"little")
+        add("data.pkl", len(data), [data])
+        add(".format_version", 1, [b"1"])
+        add(".storage_alignment", 2, [b"%d" % _ALIGNMENT])
+        add("byteorder", 6, [b"little"])
         for number, storage in enumerate(storages):
-            add(f"data/{number}", storage.read())
-        add("version", b"3\n")
+            add(f"data/{number}", storage.nbytes, storage.chunks())
+        add("version", 2, [b"3\n"])
 
 
-_PythonPickler: Any = pickle._Pickler
+_Python: Any = pickle._Pickler
 
 
-class _Pickler(_PythonPickler):  # type: ignore[misc]
+class _Pickler(_Python):  # type: ignore[misc]
     """Python's pickler, with placeholders for PyTorch's functions and classes.
 
     Like ``torch.save``, it uses protocol 2, to write the same pickle if possible.
@@ -128,18 +135,18 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(file, 2)
         # Storages in the order of their keys, which are numbers.
         self.storages: dict[Storage, str] = {}
-        self._names: dict[tuple[str, str], Placeholder] = {}
+        self._find_name = cache(Placeholder)  # each name is written once
 
     def _name(self, path: str) -> Placeholder:
-        """Return the same object for equal names, so that each name is written once."""
         module, _, name = path.rpartition(".")
-        return self._names.setdefault((module, name), Placeholder(module, name))
+        return self._find_name(module, name)
 
     def _save_storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, str(len(self.storages)))
-        kind = _CLASSES[storage.dtype] if storage.dtype else UNTYPED[0]
-        self.save(("storage", self._name(kind), key, "cpu", storage.numel))
-        self.write(b"Q")
+        kind = self._name(_CLASSES[storage.dtype])
+        numel = storage.nbytes // SIZES[storage.dtype]
+        self.save(("storage", kind, key, "cpu", numel))
+        self.write(pickle.BINPERSID)
 
     def _save_tensor(self, tensor: Tensor) -> None:
         hooks: OrderedDict[Any, Any] = OrderedDict()
@@ -156,34 +163,33 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self._save_call(tensor, self._name(f"torch._utils.{function}"), args)
 
     def _save_call(
-        self, obj: Any, callee: Placeholder, args: tuple[Any, ...], opcode: bytes = b"R"
+        self, obj: Any, callee: Placeholder, args: Any, opcode: bytes = pickle.REDUCE
     ) -> None:
         self.save(callee)
         self.save(args)
         self.write(opcode)
         # An object in a cycle may have been written among its own arguments.
         if id(obj) in self.memo:
-            self.write(b"0" + self.get(self.memo[id(obj)][0]))
+            self.write(pickle.POP + self.get(self.memo[id(obj)][0]))
         else:
             self.memoize(obj)
 
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:
-            self._save_name(obj)
+            self._save_name(self._find_name(obj.module, obj.name))
             return
-        self._save_call(obj, obj.callee, obj.args or (), obj.opcode)
+        self._save_call(obj, obj.callee, obj.args, obj.opcode)
         for opcode, values in obj.edits:
-            if opcode in _MARKED:
-                self.write(b"(")
+            if opcode in MARKED:
+                self.write(pickle.MARK)
             for value in values:
                 self.save(value)
             self.write(opcode)
 
     def _save_name(self, name: Placeholder) -> None:
-        known = self._names.setdefault((name.module, name.name), name)
         outer, dot, inner = name.name.rpartition(".")
-        if known is not name:
-            self.save(known)
+        if id(name) in self.memo:
+            self.write(self.get(self.memo[id(name)][0]))
         elif dot:
             # Protocol 2 has no dotted names: Python gets the inner class by getattr.
             getter = self._name("__builtin__.getattr")
@@ -194,11 +200,11 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def _save_bytes(self, data: bytes) -> None:
         if data:
-            _PythonPickler.dispatch[bytes](self, data)
+            _Python.dispatch[bytes](self, data)
         else:  # Python writes bytes(), which weights_only=True does not read
             self.save_reduce(codecs.encode, ("", "latin1"), obj=data)
 
-    dispatch: ClassVar[dict[type, Any]] = _PythonPickler.dispatch | {
+    dispatch: ClassVar[dict[type, Any]] = _Python.dispatch | {
         Placeholder: _save_placeholder,
         Storage: _save_storage,
         Tensor: _save_tensor,

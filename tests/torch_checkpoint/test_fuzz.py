@@ -1,15 +1,10 @@
 """Mutants that tools/torch_checkpoint_fuzz.py makes, the same ones every time."""
 
-import importlib.util
 import warnings
-from pathlib import Path
 
 import pytest
 
-FUZZ = Path(__file__).parents[2] / "tools" / "torch_checkpoint_fuzz.py"
-spec = importlib.util.spec_from_file_location("torch_checkpoint_fuzz", FUZZ)
-fuzz = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fuzz)
+from tools import torch_checkpoint_fuzz as fuzz
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -20,6 +20,7 @@ from mlx_gradscale.torch_checkpoint import (
 )
 from tests.support.torch_files import (
     GOLDEN,
+    bits,
     integer,
     legacy,
     name,
@@ -47,16 +48,10 @@ def refused(data: bytes, says: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "os.system",
-        "builtins.eval",
-        "__builtin__.exec",
-        "builtins.getattr",
-        "torch.load",
-        "torch.nn.modules.linear.Linear",
-        "numpy._core.multiarray._reconstruct",
+        *("os.system", "builtins.eval", "__builtin__.exec", "builtins.getattr"),
+        *("torch.load", "torch.nn.modules.linear.Linear", "torch._utils.__globals__"),
+        *("numpy._core.multiarray._reconstruct", "functools.partial"),
         "mlx_gradscale.torch_checkpoint.save",
-        "functools.partial",
-        "torch._utils.__globals__",
     ],
 )
 def test_unknown_names_become_placeholders_and_are_never_called(path):
@@ -71,23 +66,16 @@ def test_unknown_names_become_placeholders_and_are_never_called(path):
         refused(pickled(named + b"NR"), "calls Placeholder with NoneType")
 
 
-@pytest.mark.parametrize(
-    "function", ["_rebuild_qtensor", "_rebuild_of_tomorrow", "__globals__"]
-)
-def test_storage_of_an_unknown_function_is_kept_for_the_way_back(function):
-    data = pickled(name("torch._utils", function) + storage() + b"\x85R")
+def test_storage_of_an_unknown_function_is_kept_for_the_way_back():
+    data = pickled(name("torch._utils", "_rebuild_qtensor") + storage() + b"\x85R")
     found = torch_checkpoint.load(data)
-    assert found.path == f"torch._utils.{function}"
+    assert found.path == "torch._utils._rebuild_qtensor"
     assert records(save_bytes(found))["data/0"] == bytes(16)
 
 
-@pytest.mark.parametrize("path", [("", "x"), ("x", ""), ("x", "y..z"), ("x", "a\x1bb")])
-def test_strings_that_are_not_names_are_refused(path):
-    refused(pickled(text(path[0]) + text(path[1]) + b"\x93"), "not a class or function")
-
-
-def test_names_of_a_thousand_characters_are_refused():
+def test_strings_that_are_too_long_or_not_printable_are_no_names():
     for long in (
+        text("x") + text("a\x1bb") + b"\x93",
         text("x" * 999) + text("y") + b"\x93",
         text("x") + text("y" * 999) + b"\x93",
         name("builtins", "getattr") + Y + text("z" * 998) + b"\x86R",
@@ -116,18 +104,13 @@ def test_loading_a_hostile_pickle_runs_no_code(tmp_path, protocol):
 
 
 def test_unsupported_opcodes_are_refused():
-    refused_names = {
-        op.name for op in pickletools.opcodes if ord(op.code) not in unpickler._ACTIONS
-    }
-    assert refused_names == unpickler._REFUSED
-    for op in pickletools.opcodes:
-        if op.name in refused_names:
-            refused(pickled(op.code.encode("latin1")), "not an instruction")
+    codes = {ord(op.code) for op in pickletools.opcodes}
+    assert codes - set(unpickler._ACTIONS) == set(unpickler._REFUSED)
+    for code in unpickler._REFUSED:
+        refused(pickled(bytes([code])), "not an instruction")
     refused(pickled(b"\xff"), r"b'\\xff' is not an instruction")
 
 
-WRONG = "the pickle is damaged or cut off"
-INVALID = "with invalid arguments"
 ENCODE, ORDERED = name("_codecs", "encode"), name("collections", "OrderedDict")
 Y = name("x", "Y")
 
@@ -146,6 +129,7 @@ Y = name("x", "Y")
         (b"}(Nu", "damaged or cut off"),
         (b"}]Ns", "key or set member has type list"),
         (b"}}" + text("x") + b"NsbN", "type dict"),
+        (Y + b"Nb", "type Placeholder"),
         (b"h\x05", "index 5"),
         (b"Nq\x05h\x03", "index 3"),
         (b"X\xff\xff\xff\x7f", "cut off"),
@@ -154,26 +138,39 @@ Y = name("x", "Y")
         (b"X\x01\x00\x00\x00\xff", "utf-8"),
         (b"\x95\xff", "cut off"),
         (b"\x80\x06", "protocol: 6"),
-        (b"cno newline", "not a class or function"),
         (b"c" + b"x" * 2000 + b"\n", "not a class or function"),
         (b"NQ", "is not a storage"),
         (b"NNR", "calls NoneType"),
         (Y + b"N\x81", "with NoneType"),
         (ORDERED + b"NR", "with NoneType"),
-        (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
-        (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", INVALID),
         (ENCODE + text("x") + text("rot13") + b"\x86R", "is not Latin-1"),
         (ENCODE + text("€") + text("latin1") + b"\x86R", "latin-1"),
-        (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", INVALID),
-        (name("collections", "Counter") + b"]\x85R", INVALID),
         (name("__builtin__", "set") + b"](]e\x85R", "set member has type list"),
-        (name("__builtin__", "set") + b"]]\x86R", INVALID),
         (ORDERED + b")R}" + text("items") + b"Nsb", "type OrderedDict"),
         (b"N" + b"\x85" * 2000, "nested too deeply"),
     ],
 )
 def test_malformed_pickles_are_refused(opcodes, says):
     refused(pickled(opcodes), says)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        name("torch._utils", "_rebuild_tensor_v2") + b")R",
+        tensor(of=b"N"),
+        name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R",
+        name("__builtin__", "bytearray") + integer(2**62) + b"\x85R",
+        name("collections", "Counter") + b"]\x85R",
+        name("__builtin__", "set") + b"]]\x86R",
+        name("__builtin__", "set") + b")\x81",
+        name("__builtin__", "getattr") + Y + b")R" + text("x") + b"\x86R",
+    ],
+)
+def test_known_functions_are_not_called_with_other_arguments(call):
+    found = torch_checkpoint.load(pickled(call))
+    assert type(found) is Placeholder
+    assert found.args is not None
 
 
 def test_pickle_protocols_and_frames_that_python_writes_are_read():
@@ -211,20 +208,19 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(shape=(2,), strides=(2**63,)), "are invalid"),
         (tensor(shape=(2**31 - 1,) * 3, strides=(0,) * 3), "more than 4 times"),
         (tensor(shape=(2**30, 2**10), strides=(0, 0)), "more than 4 times"),
-        (tensor(of=storage(numel=5)), "of 20 bytes has 16"),
-        (tensor(of=storage(numel=2**62)), "bytes has 16"),
-        (tensor(of=storage(numel=-4)), "unknown way"),
-        (tensor(of=storage(key="1")), "no record"),
-        (tensor(of=storage(key="../../etc/passwd")), "no record"),
-        (tensor(of=storage(kind="Size")), "unknown way"),
+        (tensor(of=storage(numel=5)), "has 16 bytes, not 20"),
+        (tensor(of=storage(numel=2**62)), "has 16 bytes, not"),
+        (tensor(of=storage(numel=-4)), "unknown type"),
+        (tensor(of=storage(key="1")), "is missing"),
+        (tensor(of=storage(key="../../etc/passwd")), "is missing"),
+        (tensor(of=storage(kind="Size")), "unknown type"),
         (tensor(of=storage(kind="QInt8Storage")), r"QInt8Storage.*\.dequantize\(\)"),
-        (tensor(of=b"N"), "has no storage"),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
-        (tensor(of=storage(numel=16, kind="UntypedStorage")), "no known dtype"),
+        (tensor(of=storage(numel=16, kind="UntypedStorage")), "are invalid"),
         (tensor(metadata=b"}" + text("neg") + b"\x88s"), r"\.resolve_neg\(\)"),
         (
             b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",
-            "and also 16 of int32. Clone tensors of different types",
+            "has two types",
         ),
     ],
 )
@@ -262,9 +258,10 @@ def test_tensor_in_any_position_loads_or_raises_checkpoint_error(pickle):
         save_bytes(found)
 
 
-def test_bool_bytes_other_than_0_and_1_are_refused():
+def test_bool_bytes_other_than_0_are_true():
     data = b"\x80\x02" + tensor(of=storage(kind="BoolStorage")) + b"."
-    refused(pack({"data.pkl": data, "data/0": b"\x00\x01\x02\x01"}), "bool")
+    found = torch_checkpoint.load(pack({"data.pkl": data, "data/0": b"\0\1\2\1"}))
+    assert bits(found).tobytes() == b"\0\1\1\1"
 
 
 def test_tensor_with_attributes_requires_a_known_function_and_class():
@@ -277,12 +274,10 @@ def test_tensor_with_attributes_requires_a_known_function_and_class():
         return pickled(itself + b"(" + function + kind + arguments + b"}tR")
 
     assert torch_checkpoint.load(made(plain, own)).tolist() == [0, 0, 0, 0]
-    refused(made(itself, own), WRONG)
-    for function in (own, theirs):
-        refused(made(function, own), "unknown class")
-    refused(made(plain, theirs), "unknown class")
-    refused(made(b"N", own), WRONG)
-    refused(made(plain, text("torch.Tensor")), WRONG)
+    for function, kind in ((itself, own), (own, own), (theirs, own), (plain, theirs)):
+        refused(made(function, kind), "unknown class")
+    for function, kind in ((b"N", own), (plain, text("torch.Tensor"))):
+        assert type(torch_checkpoint.load(made(function, kind))) is Placeholder
     wrapper = name("torch._utils", "_rebuild_wrapper_subclass")
     refused(made(wrapper, theirs), r"state_dict\.get_state_dict\(")
 
@@ -297,15 +292,10 @@ def test_every_truncated_file_is_an_error():
                 torch_checkpoint.load(data[:size])
 
 
-def second_entry(data: bytes) -> int:
-    return data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
-
-
 @pytest.mark.parametrize(
     ("at", "form", "value"),
     [
         (16, "<L", 1),  # checksum
-        (20, "<L", 2**31),  # packed size
         (24, "<L", 2**31),  # size
         (42, "<L", 2**31),  # place of the header
         (42, "<L", 1),
@@ -328,7 +318,7 @@ def test_records_before_the_start_of_the_file_are_refused(tmp_path):
     data[end : end + 4] = (at + len(data)).to_bytes(4, "little")
     (tmp_path / "x.pt").write_bytes(data)
     for file in (bytes(data), tmp_path / "x.pt"):
-        refused(file, "damaged header")
+        refused(file, "a record is damaged")
 
 
 def test_errors_contain_no_terminal_control_characters():
@@ -336,7 +326,7 @@ def test_errors_contain_no_terminal_control_characters():
     pickle = b"\x80\x02" + tensor(of=storage(key=key)) + b"."
     data = pack({"data.pkl": pickle, f"data/{key}": bytes(16)})
     assert torch_checkpoint.load(data).size == 4
-    at = second_entry(data) + 10
+    at = data.rindex(b"PK\x01\x02") + 10
     with pytest.raises(CheckpointError, match="compressed") as caught:
         torch_checkpoint.load(data[:at] + b"\x08" + data[at + 1 :])
     assert str(caught.value).isascii()
@@ -349,7 +339,7 @@ def test_errors_contain_no_terminal_control_characters():
         (b"", "not a file"),
         (b"hello", "not a file"),
         (gzip.compress(b"x", mtime=0), "not a file"),
-        (pack({"readme.txt": b"x"}), r"no record 'data\.pkl'"),
+        (pack({"readme.txt": b"x"}), r"'data\.pkl' is missing"),
         (pack({"data.pkl": b"\x80\x02N.", "byteorder": b"big"}), "big-endian"),
         (b"\x80\x02K\x07.", "did not write"),
         (b"\x80\x02K\x07.\x80\x02K\x07.", "did not write"),

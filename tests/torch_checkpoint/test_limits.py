@@ -168,13 +168,6 @@ def test_checkpoint_of_100_000_tensors_is_read():
     assert len(torch_checkpoint.shapes(data)) == 100_000
 
 
-def test_object_shared_many_times_is_read():
-    # A list of 250 numbers, 250 times: a kilobyte in the file, 62,500 numbers.
-    numbers = b"](" + b"K\x07" * 250 + b"eq\x00"
-    found = torch_checkpoint.load(pickled(b"(" + numbers + b"h\x00" * 249 + b"t"))
-    assert all(part is found[0] for part in found)
-
-
 def test_values_that_double_themselves_are_copied_once():
     found = torch_checkpoint.load(pickled(b"]" + b"q\x00h\x00\x86" * 60))
     assert found[0] is found[1]

@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.torch_checkpoint import CheckpointError, writer
-from mlx_gradscale.torch_checkpoint.tensors import Storage
+from mlx_gradscale.torch_checkpoint import CheckpointError, tensors, writer
 from tests.support.torch_files import (
     assert_equals_torch,
     assert_same_bits,
@@ -68,23 +67,14 @@ def test_objects_shared_by_identity_stay_shared():
     assert ours["a"] is ours["b"] is ours["c"][0]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda a: a.T,
-        lambda a: a[::2, 1::3],
-        lambda a: a[::-1],
-        lambda a: mx.broadcast_to(a[:1], a.shape),
-        lambda a: a[5:, 7],
-        lambda a: a + 1,
-    ],
-)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.complex64, mx.uint8])
-def test_views_and_lazy_arrays_are_saved_bit_identically(make, dtype):
-    array = make(random_array((40, 30), dtype))
-    back = torch_checkpoint.load(save_bytes([array]))[0]
-    assert back.dtype == dtype
-    assert_same_bits(back, bits(mx.contiguous(array)))
+def test_views_and_lazy_arrays_are_saved_bit_identically(dtype):
+    a = random_array((40, 30), dtype)
+    made = [a.T, a[::2, 1::3], a[::-1], mx.broadcast_to(a[:1], a.shape), a[5:, 7]]
+    for array in [*made, a + 1]:
+        back = torch_checkpoint.load(save_bytes([array]))[0]
+        assert back.dtype == dtype
+        assert_same_bits(back, bits(mx.contiguous(array)))
 
 
 def test_numpy_arrays_of_any_layout_are_saved_as_tensors():
@@ -221,6 +211,8 @@ def test_error_names_the_path_of_a_value_that_cannot_be_saved(value, says, tmp_p
     with pytest.raises(TypeError, match=r"obj\['state'\]\[1\].*" + says):
         torch_checkpoint.save(tmp_path / "x.pt", {"state": [0, value]})
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TypeError, match=r"got dict\. Call save\(path, object\)"):
+        torch_checkpoint.save({"x": 1}, "x.pt")
 
 
 def test_save_refuses_objects_that_load_would_refuse():
@@ -235,11 +227,6 @@ def test_save_refuses_objects_that_load_would_refuse():
     for key in ((1, (2, 3)), frozenset(), np.int64(3)):
         with pytest.raises(CheckpointError, match="dict key or set member has type"):
             save_bytes({"x": {"y": 1}, "z": {key: 1}})
-
-
-def test_error_explains_swapped_save_arguments():
-    with pytest.raises(TypeError, match=r"got dict\. Call save\(path, object\)"):
-        torch_checkpoint.save({"x": 1}, "x.pt")
 
 
 ALONE = """
@@ -263,15 +250,15 @@ def test_copy_of_the_package_works_in_another_project(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch):
-    def fail_at_second(storage):
-        if storage.nbytes == 8:
+    def fail_at_second(array):
+        if array.nbytes == 8:
             raise error
-        return read(storage)
+        return bytes_of(array)
 
     path = tmp_path / "run.pt"
     path.write_bytes(b"old")
-    read = Storage.read
-    monkeypatch.setattr(Storage, "read", fail_at_second)
+    bytes_of = tensors.bytes_of
+    monkeypatch.setattr(tensors, "bytes_of", fail_at_second)
     with pytest.raises(error):
         torch_checkpoint.save(path, [mx.zeros((1,)), mx.zeros((2,))])
     assert path.read_bytes() == b"old"
@@ -285,7 +272,7 @@ def test_damaged_tensor_that_is_copied_leaves_the_old_file(tmp_path):
     data[2000] ^= 1
     path.write_bytes(data)
     tree = torch_checkpoint.shapes(path)
-    with pytest.raises(CheckpointError, match="checksum"):
+    with pytest.raises(CheckpointError, match="CRC-32"):
         torch_checkpoint.save(path, tree)
     assert path.read_bytes() == data
 
