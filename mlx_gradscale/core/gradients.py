@@ -62,14 +62,28 @@ class Backward:
             if casting.compute_dtype is not None:
                 cast = leaves(casting.cast_parameters(model, own))
 
+            # Arguments are traced too, as by nn.value_and_grad. An inner gradient ends
+            # the tracing of the parameters, and MLX differentiates a compiled function,
+            # such as nn.relu, only if one of its inputs is traced.
+            given = {
+                id(x): x
+                for x in (*args, *kwargs.values())
+                if isinstance(x, mx.array) and is_floating(x)
+            }
+            n = len(cast)
+
             def run(*stand_ins: mx.array) -> Any:
-                model.update(tree_like(own, aliases(stand_ins, parameters)))
-                return loss_fn(*args, **kwargs)
+                model.update(tree_like(own, aliases(stand_ins[:n], parameters)))
+                new = dict(zip(given, stand_ins[n:], strict=True))
+                new_args = (new.get(id(x), x) for x in args)
+                named = {name: new.get(id(x), x) for name, x in kwargs.items()}
+                return loss_fn(*new_args, **named)
 
             forward = forward_pass([model], parameters, casting)
-            outputs, scaled = self._vjp(run, cast, scale, forward)
+            arrays = [*cast, *given.values()]
+            outputs, scaled = self._vjp(run, arrays, scale, forward)
             watch.look(scale, parameters, self.warn_once)
-            return outputs, tree_like(own, unscale(scaled, 1.0 / scale))
+            return outputs, tree_like(own, unscale(scaled[:n], 1.0 / scale))
 
         return value_and_grad_fn
 

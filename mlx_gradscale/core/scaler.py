@@ -257,6 +257,10 @@ class GradScaler:
         ``RuntimeError`` where a gradient with respect to them is taken. What the loss
         leaves elsewhere, such as in a tuple or a global list, has no gradient.
 
+        If you compute half-precision features outside the function, pass them as
+        ``features.astype(mx.float32)``: their gradient is float32, and on Apple GPUs,
+        the backward passes of ``mx.fast`` operations read it in their own dtype.
+
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
