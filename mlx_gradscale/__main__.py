@@ -10,7 +10,7 @@ from .commands import run_command
 
 # command: (module whose main() runs it, description)
 COMMANDS = {
-    "convert": ("convert", "convert a training run between PyTorch and MLX"),
+    "convert": ("convert.command", "convert a training run between PyTorch and MLX"),
     "float32-layers": ("float32.command", "find layers that must compute in float32"),
     "inspect": ("inspect", "list the contents of a checkpoint"),
     "lora": ("trainers.lora", "fine-tune with mlx-lm as well as in float32"),

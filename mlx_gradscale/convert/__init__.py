@@ -1,6 +1,5 @@
 """Convert training runs between PyTorch and MLX, in Python or on the command line."""
 
-from .command import main
 from .files import ConvertError
 from .run import TorchRun, build_optimizer, load_torch, save_torch
 
@@ -9,6 +8,5 @@ __all__ = [
     "TorchRun",
     "build_optimizer",
     "load_torch",
-    "main",
     "save_torch",
 ]

@@ -21,7 +21,7 @@ from mlx_gradscale import (
     restore_checkpoint,
     torch_checkpoint,
 )
-from mlx_gradscale.convert import main as convert
+from mlx_gradscale.convert.command import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
 
 SAVED = Path(__file__).parents[1] / "golden" / "saved"

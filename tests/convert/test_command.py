@@ -22,7 +22,7 @@ from support.convert_runs import (
 from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import main
+from mlx_gradscale.convert.command import main
 
 
 def back(tmp_path, name="b.pt"):
@@ -229,7 +229,7 @@ def test_convert_command_needs_no_torch_and_local_files_shadow_no_module(tmp_pat
     done = subprocess.run(
         [sys.executable, "-P", "-c",
          "import sys; sys.modules['torch'] = None; "
-         "from mlx_gradscale.convert import main; sys.exit(main())",
+         "from mlx_gradscale.convert.command import main; sys.exit(main())",
          "--torch-path", "a.pt", "--mlx-path", "run", "--model", "my_model:Net"],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
         env={**os.environ, "PYTHONPATH": os.getcwd()},

@@ -37,9 +37,9 @@ from mlx_gradscale.convert import (
     ConvertError,
     build_optimizer,
     load_torch,
-    main,
     save_torch,
 )
+from mlx_gradscale.convert.command import main
 
 EVERY = pytest.mark.parametrize("name", RUNS)
 

@@ -17,7 +17,8 @@ from support.convert_runs import (
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import load_torch, main
+from mlx_gradscale.convert import load_torch
+from mlx_gradscale.convert.command import main
 from mlx_gradscale.convert.layouts import probe_sanitize
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),

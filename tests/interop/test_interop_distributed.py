@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.regression import assert_near, mlx_steps, torch_net, torch_steps
 
-from mlx_gradscale.convert import main
+from mlx_gradscale.convert.command import main
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,8 @@ from golden.convert.data import CLASSES, LENGTH, OVERFLOWS, TOKENS, WIDTH, batch
 from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import TorchRun, load_torch, main, save_torch
+from mlx_gradscale.convert import TorchRun, load_torch, save_torch
+from mlx_gradscale.convert.command import main
 from mlx_gradscale.convert.sections import find_sections
 from mlx_gradscale.torch_checkpoint import Tensor
 from support.regression import TOLERANCE, convert

@@ -5,7 +5,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from mlx_gradscale.convert import load_torch, main, save_torch
+from mlx_gradscale.convert import load_torch, save_torch
+from mlx_gradscale.convert.command import main
 
 
 def batch(number, rows=8):

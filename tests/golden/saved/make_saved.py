@@ -19,7 +19,7 @@ from mlx_gradscale import (
     save_checkpoint,
     torch_checkpoint,
 )
-from mlx_gradscale.convert import main as convert
+from mlx_gradscale.convert.command import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.float32 import Float32Search
 
