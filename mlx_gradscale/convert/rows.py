@@ -234,9 +234,9 @@ def _check_names(table: Table, is_partial: bool) -> None:
                 )
     wanted = {name for row in table.known.values() for name in row.mlx}
     advice = (
-        "Pass rename=... (or --rename '^net[.]=' to drop the prefix 'net.'), or ignore "
-        "tensors with drop=... (--drop). Recurrent layers and parametrized or pruned "
-        "weights cannot be converted."
+        "Pass a function as rename= (or --rename '^net[.]=' to drop the prefix "
+        "'net.'), or ignore tensors with drop=... (--drop). Recurrent layers and "
+        "parametrized or pruned weights cannot be converted."
     )
     if is_partial:  # the checkpoint has no base model
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}

@@ -430,9 +430,11 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
 
     For a wrapped optimizer, the state and settings are the inner optimizer's.
     """
-    weights, state = dict(saved.weights), saved.optimizer
+    weights, state, scaler = dict(saved.weights), saved.optimizer, saved.scaler
     settings = saved.description["settings"]
     if settings and settings[0]["class"] in WRAPPERS:
+        if settings[0]["class"] == MasterWeightOptimizer.__name__:
+            scaler = None  # its scale of 1 would underflow in PyTorch
         bits, settings = settings[0]["values"]["state_bits"], settings[1:]
         if bits != 32:
             inner = rebuild(settings, subtree("optimizer.", state))
@@ -443,7 +445,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
     if [row["class"] for row in settings] == ["Optimizer"]:
         state, settings = {}, []
     description = saved.description | {"settings": settings}
-    return Checkpoint(weights, state, saved.scaler, saved.extra, description)
+    return Checkpoint(weights, state, scaler, saved.extra, description)
 
 
 def fill(plan: Plan, run: Checkpoint, accept: Collection[str]) -> list[str]:

@@ -1,12 +1,11 @@
 """The training core: loss scaling, skipped steps and master weights.
 
-Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
-``eight_bit``, ``finite``, ``intercept``, ``forward``, ``gradients``
-(and the loss), ``optimizers``, ``ranks``, ``guard`` (the update of a parameter),
-``scaler`` (a step), ``state``, ``optimizer``. Only ``GradScaler.save`` and ``load``
-import other parts of the package. A step, for every kind of optimizer, is
-``GradScaler._step``: match gradients to parameters, inspect them, update each
-parameter, advance the scale, commit.
+Reading order: ``scale`` (the rule), ``trees``, ``fusion``, ``masters``, ``eight_bit``,
+``notices``, ``finite``, ``intercept``, ``forward``, ``gradients`` (and the loss),
+``optimizers``, ``ranks``, ``guard`` (the update of a parameter), ``scaler`` (a step),
+``state``, ``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of
+the package. A step, for every kind of optimizer, is ``GradScaler._step``: match
+gradients to parameters, inspect them, update each parameter, advance the scale, commit.
 
 The words of this package:
 

@@ -31,7 +31,12 @@ from support.convert_runs import (
     take_step,
 )
 
-from mlx_gradscale import GradScaler, restore_checkpoint, save_checkpoint
+from mlx_gradscale import (
+    GradScaler,
+    MasterWeightOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import (
     ConvertError,
@@ -189,6 +194,16 @@ def test_float16_model_with_loss_scaling_converts_back_to_float32(state_bits, tm
     for key, tensor in pt.load(tmp_path / "c.pt")["model"].items():
         if "running" not in key and "num" not in key:
             identical(tensor, back["model"][key])
+
+
+def test_master_weight_optimizer_leaves_the_scaler_state_of_the_original(tmp_path):
+    state = GradScaler(1024.0).state_dict()
+    pt.save(tmp_path / "a.pt", small_run(scaler=state))
+    model = Small()
+    optimizer = MasterWeightOptimizer(optim.Adam(0.1, bias_correction=True))
+    optimizer.init(model.trainable_parameters())
+    save_torch(tmp_path / "b.pt", model, optimizer, like=tmp_path / "a.pt")
+    identical(pt.load(tmp_path / "b.pt")["scaler"], state)
 
 
 def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
