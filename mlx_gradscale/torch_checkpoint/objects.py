@@ -58,7 +58,6 @@ class Placeholder:
     Attributes:
         module (str): The module of the class or function.
         name (str): Its name in the module.
-        path (str): The qualified name, such as ``torch.float16``.
         args (tuple or None): The arguments of the call; None for a bare name.
         callee (Placeholder or None): The class or function called, or None.
         opcode (bytes): The pickle instruction that makes the call.
@@ -79,9 +78,15 @@ class Placeholder:
     edits: list[tuple[bytes, list[Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.path = f"{_RENAMED.get(self.module, self.module)}.{self.name}"
-        is_name = len(self.path) < 1000 and self.path.isprintable()
-        check(is_name, f"{self.path[:120]!a} is not a class or function name")
+        path = self.path
+        is_name = len(path) < 1000 and path.isprintable()
+        check(is_name, f"{path[:120]!a} is not a class or function name")
+
+    @property
+    def path(self) -> str:
+        """The qualified name, such as ``torch.float16``."""
+        # Made on demand: stored, a million objects with a long name took 4 GB.
+        return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return a placeholder for the object made by calling this one."""

@@ -117,7 +117,8 @@ class Unpickler(_Python):  # type: ignore[misc]
             made = callee.called(self._opcode, args)
         elif type(made) is Tensor:
             made = self.tensors.setdefault(made, made)
-        self._spend(sys.getsizeof(made) // 128)
+        name = made.name if type(made) is Placeholder else ""  # getattr makes new ones
+        self._spend((sys.getsizeof(made) + sys.getsizeof(name)) // 128)
         self.append(made)
 
     def edit(self) -> None:
@@ -174,7 +175,7 @@ def _rebuild_tensor(
         "Call .resolve_conj() and .resolve_neg() in PyTorch and save again.",
     )
     numbers = (offset, *shape, *strides)
-    is_sound = dtype and type(strides) is tuple and len(shape) <= 32
+    is_sound = 0 < len(dtype) <= 40 and type(strides) is tuple and len(shape) <= 32
     is_sound = is_sound and {*map(type, numbers)} == {int} and min(numbers) >= 0
     is_sound = is_sound and max(numbers) < 2**63 and max((0, *shape)) <= MAX_DIM
     check(is_sound, "the dtype, offset, shape or strides of a tensor are invalid")

@@ -21,6 +21,7 @@ from .objects import (
     CheckpointError,
     Placeholder,
     Storage,
+    check,
     replace_tensors,
     show_path,
 )
@@ -110,8 +111,8 @@ def _write_zip(
             gap = -(archive.start_dir + header) % _ALIGNMENT
             info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
             with archive.open(info, "w", force_zip64=is_wide) as record:
-                for chunk in chunks:
-                    record.write(chunk)
+                written = sum([record.write(chunk) for chunk in chunks])
+            check(written == size, "The file became shorter while it was read")
 
         add("data.pkl", len(data), [data])
         add(".format_version", 1, [b"1"])

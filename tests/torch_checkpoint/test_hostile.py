@@ -217,6 +217,7 @@ def test_pickle_protocols_and_frames_that_python_writes_are_read():
         (tensor(of=storage(kind="QInt8Storage")), r"QInt8Storage.*\.dequantize\(\)"),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
         (tensor(of=storage(numel=16, kind="UntypedStorage")), "are invalid"),
+        (tensor(metadata=name("torch", "x" * 41)), "are invalid"),
         (tensor(metadata=b"}" + text("neg") + b"\x88s"), r"\.resolve_neg\(\)"),
         (
             b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",

@@ -39,6 +39,7 @@ NUMBERS = b"](" + b"".join(map(integer, range(5000))) + b"e"
 COUNTS = b"}(" + b"".join(integer(i) + b"K\x01" for i in range(5000)) + b"u"
 BYTES = b"B" + struct.pack("<I", 500_000) + bytes(500_000)
 LATIN = text("x" * 500_000) + text("latin1")
+LONG = "\U0001f600" * 990
 VIEW = (
     name("torch._utils", "_rebuild_tensor")
     + (b"q\x00(" + storage(numel=4) + b"q\x01" + integer(0) + b"q\x02")
@@ -61,6 +62,10 @@ BOMBS = {
     "encode of a text": lambda n: called("_codecs.encode", LATIN, n // 999, b"\x86"),
     "OrderedDicts": lambda n: called("collections.OrderedDict", b"", n, b")"),
     "placeholders": lambda n: called("x.Y", b"", n, b")"),
+    "placeholders with long names": lambda n: called(f"x.{LONG}", b"", n, b")"),
+    "inner classes with long names": lambda n: called(
+        "__builtin__.getattr", name("x", LONG) + text("Y"), n, b"\x86"
+    ),
     "states": lambda n: name("x", "Y") + b")R" + b"Nb" * n,
     "items": lambda n: name("x", "Y") + b")R" + b"(Ne" * n,
     "views": lambda n: (

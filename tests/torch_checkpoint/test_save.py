@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError, tensors, writer
 from tests.support.torch_files import (
+    GOLDEN,
     assert_equals_torch,
     assert_same_bits,
     bits,
@@ -275,6 +276,17 @@ def test_damaged_tensor_that_is_copied_leaves_the_old_file(tmp_path):
     with pytest.raises(CheckpointError, match="CRC-32"):
         torch_checkpoint.save(path, tree)
     assert path.read_bytes() == data
+
+
+def test_file_that_was_cut_off_after_it_was_opened_leaves_the_old_file(tmp_path):
+    original, path = tmp_path / "a.pt", tmp_path / "b.pt"
+    original.write_bytes((GOLDEN / "legacy.pt").read_bytes())
+    path.write_bytes(b"old")
+    lazy = torch_checkpoint.shapes(original)
+    os.truncate(original, original.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        torch_checkpoint.save(path, lazy)
+    assert path.read_bytes() == b"old"
 
 
 def test_file_is_synced_before_it_replaces_the_old_file(tmp_path, monkeypatch):
