@@ -1,12 +1,11 @@
 """The training core: loss scaling, skipped steps and master weights.
 
 Reading order: ``scale`` (the rule), ``trees``, ``masters``, ``notices``, ``fusion``,
-``eight_bit``, ``finite``, ``intercept``, ``forward``, ``gradients``
-(and the loss), ``optimizers``, ``ranks``, ``guard`` (the update of a parameter),
-``scaler`` (a step), ``state``, ``optimizer``. Only ``GradScaler.save`` and ``load``
-import other parts of the package. A step, for every kind of optimizer, is
-``GradScaler._step``: match gradients to parameters, inspect them, update each
-parameter, advance the scale, commit.
+``eight_bit``, ``finite``, ``intercept``, ``forward``, ``gradients``, ``optimizers``,
+``ranks``, ``guard`` (the update of a parameter), ``scaler`` (a step), ``state``,
+``optimizer``. Only ``GradScaler.save`` and ``load`` import other parts of the package.
+A step, for every kind of optimizer, is ``GradScaler._step``: match gradients to
+parameters, inspect them, update each parameter, advance the scale, commit.
 
 The words of this package:
 
@@ -22,9 +21,8 @@ The words of this package:
   subclass, and the optimizer in it is the *inner* one.
   Every optimizer that a scaler steps, plain or wrapped, is a *participant*. *Parts* are
   the optimizers in a ``MultiOptimizer``.
-- A *master weight* is the float32 value of a half-precision parameter. Its *entries*
-  are what the state stores for it: the value and the bits of the weight, or a
-  remainder.
+- A *master weight* is the float32 value of a half-precision parameter. What is *stored*
+  for it in the state is the value and the bits of the weight, or a remainder.
 - An *iteration* is everything between two calls of ``update()``. A *stage* records the
   progress of one optimizer within an iteration.
 """

@@ -68,9 +68,10 @@ class Backward:
             if casting.compute_dtype is not None:
                 cast = leaves(casting.cast_parameters(model, own))
 
-            # Arguments are traced too, as by nn.value_and_grad. An inner gradient ends
-            # the tracing of the parameters, and MLX differentiates a compiled function,
-            # such as nn.relu, only if one of its inputs is traced.
+            # MLX traces the arguments too, as in nn.value_and_grad, but does not
+            # differentiate by them. An inner gradient ends the tracing of the
+            # parameters, and MLX differentiates a compiled function, such as nn.relu,
+            # only if one of its inputs is traced.
             given = {
                 id(x): x
                 for x in (*args, *kwargs.values())
