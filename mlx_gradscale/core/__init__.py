@@ -21,9 +21,8 @@ The words of this package:
   subclass, and the optimizer in it is the *inner* one.
   Every optimizer that a scaler steps, plain or wrapped, is a *participant*. *Parts* are
   the optimizers in a ``MultiOptimizer``.
-- A *master weight* is the float32 value of a half-precision parameter. Its *entries*
-  are what the state stores for it: the value and the bits of the weight, or a
-  remainder.
+- A *master weight* is the float32 value of a half-precision parameter. What is *stored*
+  for it in the state is the value and the bits of the weight, or a remainder.
 - An *iteration* is everything between two calls of ``update()``. A *stage* records the
   progress of one optimizer within an iteration.
 """

@@ -1,9 +1,10 @@
 """Differentiate a loss, starting from its scale instead of from 1.
 
-``mx.vjp`` takes the cotangent of the loss, so the loss itself is never scaled.
-``value_and_grad`` returns the gradients unscaled. ``scale_loss`` wraps a loss that a
-trainer differentiates. The wrapped function differentiates itself and, in the trainer's
-backward pass, passes on unscaled gradients. The scale never leaves the function.
+MLX differentiates the loss times the scale, but never evaluates this product: the
+functions here return the loss itself. ``value_and_grad`` returns the gradients
+unscaled. ``scale_loss`` wraps a loss that a trainer differentiates. The wrapped
+function differentiates itself and, in the trainer's backward pass, passes on unscaled
+gradients. The scale never leaves the function.
 
 Gradients are unscaled lazily: each refers to the scaled array it came from. If a step
 receives the gradient unmodified, it reads the scaled array and, on a GPU, unscales it
@@ -36,10 +37,15 @@ class LazyGradient(Alias):
 
 
 class Backward:
-    """Scale the backward passes of a scaler, whose state is ``state``."""
+    """Scale the backward passes of a scaler, whose state is ``state``.
 
-    def __init__(self, state: dict[str, mx.array]):
-        self._state = state
+    If the scaler is disabled, the scale is 1, and ``value_and_grad`` returns gradients
+    in the dtypes of their parameters, as MLX does.
+    """
+
+    def __init__(self, state: dict[str, mx.array], is_enabled: bool):
+        self._state = state if is_enabled else {"scale": mx.array(1.0)}
+        self._is_enabled = is_enabled
         self._has_seen_loss = False
         self.is_dynamic = True
         self.warn_once = WarnOnce()
@@ -62,28 +68,28 @@ class Backward:
             if casting.compute_dtype is not None:
                 cast = leaves(casting.cast_parameters(model, own))
 
-            # Arguments are traced too, as by nn.value_and_grad. An inner gradient ends
-            # the tracing of the parameters, and MLX differentiates a compiled function,
-            # such as nn.relu, only if one of its inputs is traced.
-            given = {
-                id(x): x
-                for x in (*args, *kwargs.values())
-                if isinstance(x, mx.array) and is_floating(x)
-            }
-            n = len(cast)
+            # MLX traces the arguments too, as in nn.value_and_grad, but does not
+            # differentiate by them. An inner gradient ends the tracing of the
+            # parameters, and MLX differentiates a compiled function, such as nn.relu,
+            # only if one of its inputs is traced.
+            every = dict(enumerate((*args, *kwargs.values())))
+            given = {i: x for i, x in every.items() if isinstance(x, mx.array)}
 
-            def run(*stand_ins: mx.array) -> Any:
-                model.update(tree_like(own, aliases(stand_ins[:n], parameters)))
-                new = dict(zip(given, stand_ins[n:], strict=True))
-                new_args = (new.get(id(x), x) for x in args)
-                named = {name: new.get(id(x), x) for name, x in kwargs.items()}
-                return loss_fn(*new_args, **named)
+            def run(traced: list[mx.array], others: dict[int, mx.array]) -> Any:
+                model.update(tree_like(own, aliases(traced, parameters)))
+                values = [*(every | others).values()]
+                named = zip(kwargs, values[len(args) :], strict=True)
+                return loss_fn(*values[: len(args)], **dict(named))
 
             forward = forward_pass([model], parameters, casting)
-            arrays = [*cast, *given.values()]
-            outputs, scaled = self._vjp(run, arrays, scale, forward)
-            watch.look(scale, parameters, self.warn_once)
-            return outputs, tree_like(own, unscale(scaled[:n], 1.0 / scale))
+            outputs, scaled = self._differentiate(run, cast, scale, forward, given)
+            if self._is_enabled:
+                watch.look(scale, parameters, self.warn_once)
+                gradients = unscale(scaled, 1.0 / scale)
+            else:
+                pairs = zip(scaled, parameters, strict=True)
+                gradients = [g.astype(x.dtype) for g, x in pairs]
+            return outputs, tree_like(own, gradients)
 
         return value_and_grad_fn
 
@@ -109,7 +115,7 @@ class Backward:
             originals = list(traced.values())
             refuse = _refuse_derivatives_of(originals)
 
-            def run(*stopped: mx.array) -> Any:
+            def run(stopped: list[mx.array], _: Any) -> Any:
                 stand_ins = dict(zip(traced, stopped, strict=True))
 
                 def replace(x: Any) -> Any:
@@ -123,7 +129,7 @@ class Backward:
 
             stopped = list(map(mx.stop_gradient, originals))
             forward = forward_pass(models, parameters, casting, refuse)
-            outputs, scaled = self._vjp(run, stopped, scale, forward)
+            outputs, scaled = self._differentiate(run, stopped, scale, forward, {})
             if not originals:
                 return outputs
             loss = _with_gradients(loss_of(outputs), originals, scaled, scale)
@@ -137,30 +143,38 @@ class Backward:
             self._check_loss(output, self._state["scale"])
         return to_float32(output) * self._state["scale"]
 
-    def _vjp(
+    def _differentiate(
         self,
         run: Callable[..., Any],
         arrays: list[mx.array],
         scale: mx.array,
         forward: AbstractContextManager[Callable[[], None]],
+        others: dict[int, mx.array],
     ) -> tuple[Any, list[mx.array]]:
-        """Return the outputs, with a float32 loss, and the scaled gradients."""
+        """Return the outputs, with a float32 loss, and the scaled gradients.
+
+        The gradients are those of ``arrays``. MLX traces ``others`` too.
+        """
         outputs: list[Any] = []
 
-        def loss_fn(*arrays: mx.array) -> mx.array:
-            outputs.append(run(*arrays))
+        def loss_fn(arrays: list[mx.array], others: Any) -> mx.array:
+            found = run(arrays, others)
             end_forward()
-            loss = loss_of(outputs[0])
+            loss = loss_of(found)
             if not self._has_seen_loss:
                 self._check_loss(loss, scale)
-            return loss.astype(mx.float32)
+            loss = loss.astype(mx.float32)
+            outputs.append(_replace_loss(found, loss))
+            return loss * scale
 
+        gradients: list[mx.array] = []
         with forward as end_forward:
             if arrays:
-                (loss,), gradients = mx.vjp(loss_fn, arrays, [scale])
-            else:  # mx.vjp would hold the activations
-                loss, gradients = loss_fn(), []
-        return _replace_loss(outputs.pop(), loss), gradients
+                # Copies, because MLX replaces the arrays in them.
+                _, gradients = mx.value_and_grad(loss_fn)([*arrays], dict(others))
+            else:  # MLX cannot differentiate by nothing
+                loss_fn([], others)
+        return outputs.pop(), gradients
 
     def _check_loss(self, loss: mx.array, scale: mx.array) -> None:
         self._has_seen_loss = True  # so that the scale is read only once

@@ -150,13 +150,11 @@ class GradScaler:
         }
         rule.check(values, "init_scale")
         self._enabled = bool(enabled)
-        if not enabled:
-            values |= {"scale": 1.0, "dynamic": False}
         self._ranks = Ranks(group)
         self._mode: str | None = None
         self._state = _State()
         self._stages = self._state.stages
-        self._backward = Backward(self._state)
+        self._backward = Backward(self._state, self._enabled)
         self._skip_watch = SkipWatch()
         self._scaled = _Scaled()
         self._replace(rule.as_arrays(rule.DEFAULTS | values))
@@ -170,7 +168,7 @@ class GradScaler:
             # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
             mx.eval(self._state)
         # Inside mx.compile, nothing is known but that the scale may change.
-        is_dynamic = read(self._state["dynamic"]) is not False
+        is_dynamic = self._enabled and read(self._state["dynamic"]) is not False
         self._backward.is_dynamic = is_dynamic
         # Whether to warn about float16 gradients that were not scaled.
         self._expects_scaling = is_dynamic or read(self._state["scale"]) != 1
@@ -231,12 +229,11 @@ class GradScaler:
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
         check_loss_fn(loss_fn)
-        if not self._enabled:
-            passed_through: Callable[..., Any] = nn.value_and_grad(
-                model, self._scale_loss(loss_fn, model, casting)
-            )
-            return passed_through
-        self._set_mode(_UNSCALED)
+        if self._enabled:
+            self._set_mode(_UNSCALED)
+        elif compute_dtype is None:
+            plain: Callable[..., Any] = nn.value_and_grad(model, loss_fn)
+            return plain
         return self._backward.value_and_grad(model, loss_fn, casting)
 
     def scale_loss(
@@ -279,14 +276,9 @@ class GradScaler:
         casting = Casting(compute_dtype)
         casting.check()
         check_loss_fn(loss_fn)
-        return self._scale_loss(loss_fn, model, casting)
-
-    def _scale_loss(
-        self, loss_fn: Callable[..., Any], model: Any, casting: Casting
-    ) -> Callable[..., Any]:
         if self._enabled:
             self._set_mode(_UNSCALED)
-        elif casting.compute_dtype is None:
+        elif compute_dtype is None:
             return loss_fn
         return self._backward.scale_loss(loss_fn, model, casting)
 
@@ -554,7 +546,7 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """Return the scale, read from the device, or 1.0 if the scaler is disabled."""
-        return float(self._get("scale"))
+        return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         """Return whether the scaler scales losses and skips steps."""
@@ -653,6 +645,7 @@ class GradScaler:
                 "A GradScaler can only be copied or pickled between iterations. Call "
                 f"update() first. {_START_AFRESH}"
             )
+        mx.eval(self._state)  # MLX cannot evaluate a lazy array in another thread
         # Both may hold placeholders of mx.compile, which cannot be copied.
         return vars(self) | {"_skip_watch": SkipWatch(), "_scaled": _Scaled()}
 

@@ -216,11 +216,8 @@ class Training:
             float32_layers(model, Path(self._options.float32_layers))
 
     def _wrap(self, optimizer: Optimizer) -> MasterWeightOptimizer:
-        options, scale, is_group = (
-            self._options,
-            self._loss_scale,
-            self._world.size() > 1,
-        )
+        options, scale = self._options, self._loss_scale
+        is_group = self._world.size() > 1
         settings: dict[str, Any] = {
             "max_grad_norm": options.max_grad_norm,
             "state_bits": options.state_bits or 32,

@@ -70,6 +70,30 @@ def test_disabled_scaler_casts_the_forward_pass_and_does_not_scale_the_loss():
     assert optimizer.scale_loss(loss_fn, model) is loss_fn
 
 
+def test_disabled_scaler_with_a_compute_dtype_keeps_dtypes_and_inf():
+    model, optimizer = nn.Linear(1, 1, bias=False), optim.SGD(1.0)
+    model.set_dtype(mx.float16)
+    scaler = GradScaler(enabled=False)
+    fn = scaler.value_and_grad(model, lambda x: 1e6 * mx.sum(model(x)), mx.bfloat16)
+    _, grads = fn(mx.ones((1, 1)))
+    assert (grads["weight"].item(), grads["weight"].dtype) == (INF, mx.float16)
+    scaler.minimize(optimizer, model, grads)
+    assert model.weight.dtype == mx.float16
+
+
+def test_state_saved_while_disabled_leaves_an_enabled_scaler_scaling():
+    optimizers = []
+    for enabled in (False, True):
+        scaler = GradScaler(8.0, enabled=enabled, min_scale=2.0)
+        scaler.set_growth_interval(7)
+        optimizers.append(LossScaleOptimizer(optim.SGD(1.0), scaler))
+        optimizers[-1].init({"w": mx.ones(1)})
+    disabled, enabled = optimizers
+    enabled.state = disabled.state
+    assert enabled.scaler.get_scale() == 8.0
+    assert "dynamic" not in enabled.scaler.state_dict()
+
+
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW schedule", "MultiOptimizer"])
 def test_disabled_scaler_is_bit_identical_to_the_plain_script(name):
     results = []

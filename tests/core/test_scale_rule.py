@@ -3,6 +3,7 @@
 import copy
 import inspect
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -219,7 +220,9 @@ def test_scaler_and_its_subclasses_are_copied_only_between_iterations(copied):
     with pytest.raises(RuntimeError, match="between iterations"):
         copied(scaler)
     scaler.update()
-    copied(scaler)
+    after = copied(scaler)
+    with ThreadPoolExecutor() as threads:  # where no lazy array can be evaluated
+        assert threads.submit(after.get_scale).result() == scaler.get_scale()
     named = copied(Named("run"))
     assert (type(named), named.name, named.get_scale()) == (Named, "run", 4.0)
 
